@@ -60,7 +60,7 @@ def run(plan: Plan, model: GPT, how: Any) -> list[tuple[Tensor, dict[str, Tensor
         loss = runner.step(batch())
         grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
         made = runner.compiler
-        return loss, grads, 0 if made is None else made.calls, 0 if made is None else made.graphs
+        return loss, grads, 0 if made is None else made.calls, 0 if made is None else len(made.known)
 
     return run_threads(plan, lambda _: copy.deepcopy(model), work, seed=7, compile=how)
 

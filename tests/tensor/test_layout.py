@@ -53,7 +53,7 @@ def test_a_rank_off_the_mesh_holds_nothing_and_a_partial_one_holds_a_whole_term(
     layout = Layout(((4, 5), (6, 7)), (Partial(), Shard(0)))
     assert layout.region((4,), 0) is None
     assert layout.region((4,), 7) == ((2, 4),)
-    assert layout.coordinate(6) == (1, 0)
+    assert layout.region((4,), 6) == ((0, 2),)
     assert layout.partial_axes == (0,)
 
 

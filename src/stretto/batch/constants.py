@@ -40,20 +40,7 @@ LONG = 1 << 64
 Path = tuple[str, ...]
 """Steps from an object to a value: ".name" of an attribute, "[key" of an item, as Python writes the key."""
 
-SCALARS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    range,
-    slice,
-    enum.Enum,
-    torch.dtype,
-    torch.Size,
-)
+SCALARS = (*PLAIN, int, slice, enum.Enum, torch.dtype, torch.Size)
 
 MOST_ELEMENTS = 1000
 """Of a container or an array that is compared in every step. Assumed: longer ones are data."""
@@ -112,16 +99,13 @@ def _text(value: Any, path: str, within: tuple[int, ...]) -> str:
 def _object(value: Any, path: str, inner: Any) -> str:
     kind = type(value)
     content: dict[str, Any] = dict(getattr(value, "__dict__", {}))
-    if isinstance(value, types.SimpleNamespace):
-        return (
-            f"{_name(kind)}({', '.join(f'{name}={inner(item)}' for name, item in sorted(content.items()))})"
-        )
     if dataclasses.is_dataclass(value):
         content |= {
             f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
         }
     slots = any("__slots__" in base.__dict__ and base.__dict__["__slots__"] for base in kind.__mro__)
     python = kind.__flags__ & (1 << 9) and getattr(kind, "__new__", None) is object.__new__
+    python = python or isinstance(value, types.SimpleNamespace)
     if not python or (slots and not dataclasses.is_dataclass(value)):
         base = next((b for b in (int, float, complex, str, bytes) if isinstance(value, b)), None)
         if base is None or slots:

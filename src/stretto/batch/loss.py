@@ -34,7 +34,9 @@ def loss_and_count(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Ten
     code = getattr(loss, "__code__", None)
     where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
     what = f"loss(model, microbatch){where}"
-    if isinstance(returned, tuple) and len(returned) == 2 and not _is_output(returned):
+    # A named tuple has names for its items, and none of them is a count.
+    is_output = hasattr(returned, "_fields") and "count" not in returned._fields
+    if isinstance(returned, tuple) and len(returned) == 2 and not is_output:
         total, count = returned
         return _scalar(total, what, " as the sum of (sum, count)"), _count(count, what)
     return _scalar(returned, what, ""), None
@@ -65,11 +67,6 @@ def _count(value: Any, what: str) -> Tensor | float:
             raise UsageError(f"{what} returned the count {value}: (sum, count) is a mean over more than none")
         return float(value)
     raise UsageError(f"{what} returned {_named(value)} as the second of two: {MEANT}")
-
-
-def _is_output(value: tuple[Any, ...]) -> bool:
-    """A named tuple has names for its items, and none of them is a count."""
-    return hasattr(value, "_fields") and "count" not in value._fields
 
 
 def _named(value: Any) -> str:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from torch import nn
 from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.experts import by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
+from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
@@ -36,8 +36,6 @@ from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_
 from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
-
-_log = logging.getLogger(__name__)
 
 LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
@@ -65,7 +63,7 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
                 wishes |= dict.fromkeys(chunked.leaving, REPLICATED)
         program, traced = with_experts(program, model, layout, traced)
         if layout.tensor is not None:
-            layout, made = _along_tensor(program, layout, layout.tensor, wishes, _may_be_partial(traced))
+            layout, made = _along_tensor(program, traced, layout, layout.tensor, wishes)
             program, placed, partial = made.program, made.placed, made.partial
     except MisfitError as error:
         raise CaptureError(
@@ -88,10 +86,10 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
 
 def _along_tensor(
     program: StepProgram,
+    traced: Traced,
     layout: Layout,
     tensor: TensorParallel,
     wishes: Mapping[str, AxisPlacement],
-    may_be_partial: frozenset[str],
 ) -> tuple[Layout, ShardedProgram]:
     """The layout with the shards that were found."""
     size = tensor.size
@@ -104,9 +102,8 @@ def _along_tensor(
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
     wishes = {**wishes, **entering_mixtures(program, tensor)}
-    made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
-    for one in made.gathered:
-        _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
+    made = shard(program, TENSOR, size, placed, wishes, _may_be_partial(traced))
+    check_in_full(traced, made, _mixtures(tensor))
     return layout.with_tensor(shards), made
 
 
@@ -219,16 +216,19 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
 def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
     """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
     all tokens, so that no rank has to be told what another's has chosen."""
-    if tensor.first is None:
-        return {}
-    inside = tuple(f"{name}." for name in tensor.mixtures)
+    inside = _mixtures(tensor)
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
-        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        own = not origin.backward and f"{op.module}.".startswith(inside)
         for name in op.uses if own else ():
             maker = made.get(name)
             if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
                 result[name] = REPLICATED
         made[op.name] = op
     return result
+
+
+def _mixtures(tensor: TensorParallel) -> tuple[str, ...]:
+    """How names begin in modules with experts, which with sequence parallelism gather what they are given."""
+    return () if tensor.first is None else tuple(f"{name}." for name in tensor.mixtures)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -66,19 +65,10 @@ def run(
             f"{cores}: they will slow each other down; lower --hosts or --cpus until they fit",
             file=sys.stderr,
         )
-    try:
-        with Stops(raises=False) as stops, emulated:
-            statuses = emulated.run(
-                command,
-                output=output,
-                quiet_others=quiet_others,
-                grace_s=grace,
-                signals=stops.numbers,
-            )
-    except BrokenPipeError:
-        # The reader of our output is gone (`| head`). Python would complain once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(141) from None  # 128 + SIGPIPE, as shells report it
+    with Stops(raises=False) as stops, emulated:
+        statuses = emulated.run(
+            command, output=output, quiet_others=quiet_others, grace_s=grace, signals=stops.numbers
+        )
     if statuses.stopped_by is not None:
         print(f"stretto lab: stopped by {signal.Signals(statuses.stopped_by).name}", file=sys.stderr)
     elif statuses.first_failed is not None:

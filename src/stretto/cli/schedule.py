@@ -117,7 +117,8 @@ def schedule(
         _list_families()
         return
     check_output("--output", output)
-    form = form or _form_of(output)
+    ending = output.suffix.lstrip(".").lower() if output is not None else ""
+    form = form or next((one for one in Format if one.value == ending), Format.ASCII)
     if blocking and times is None:
         raise UsageError("--blocking is about messages: give --times with message=..., or drop it")
     clock = UNIT_TIMES if times is None else replace(parse_times(times), blocking=blocking)
@@ -235,12 +236,6 @@ def _search(
             from_own_begin=True,
         )
     )
-
-
-def _form_of(output: Path | None) -> Format:
-    """The form that the file's ending names; ascii where it names none."""
-    ending = output.suffix.lstrip(".").lower() if output is not None else ""
-    return next((form for form in Format if form.value == ending), Format.ASCII)
 
 
 def _list_families() -> None:

@@ -171,7 +171,7 @@ class Tally:
         self.made_of[key] = ", ".join(from_flags) or why or f"Megatron's default of {', '.join(defaults)}"
         for name in names:
             if self.is_given(name):
-                said = f"{key} = {toml_value(value)}"
+                said = f"{key} = {tomlkit.item(value).as_string()}"
                 fate, before = self.fates.get(name, ("taken", ""))
                 self.fates[name] = ("taken", f"{before}, {said}" if before and fate == "taken" else said)
 
@@ -200,9 +200,3 @@ class Tally:
         elif value < 1:
             self.refuse(name, "expected an integer from 1 on")
         return value if value is not None and value >= 1 else 1
-
-
-def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
-    text: str = tomlkit.item(value).as_string()
-    return text

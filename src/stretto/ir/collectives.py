@@ -150,11 +150,10 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Collective:
     """What a starting op asks for. kind: by which costs know it; nbytes: of the full tensor
-    (`Kind.full_nbytes`); size: of the group."""
+    (`Kind.full_nbytes`)."""
 
     kind: str
     axis: str
-    size: int
     nbytes: int
 
 

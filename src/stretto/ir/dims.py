@@ -178,8 +178,22 @@ def _grouped(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
 
 OVER_ROWS = "stretto_moe.grouped_mm_t.default"
 
-GROUPED = (OVER_ROWS, "stretto_moe.grouped_mm.default", "aten._grouped_mm.default")
+GROUPED = (
+    OVER_ROWS,
+    "stretto_moe.grouped_mm.default",
+    "aten._grouped_mm.default",
+    "transformers.grouped_mm_fallback.default",
+)
 """Products of groups of rows."""
+
+
+def _grouped_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    """Both gradients of such a product, of (rows, matrices, groups' ends, gradient)."""
+    rows, inner, group, out = range(4)
+    left, right = (rows, inner), (group, inner, out)
+    full, summed = frozenset((rows, group)), frozenset((inner, out))
+    return Dims((left, right, (group,), (rows, out)), (left, right), full, summed, each(3))
+
 
 POOLS = " ".join(
     f"{pool}{way}"
@@ -217,6 +231,7 @@ RULES: dict[str, Rule] = {
 }
 for targets, family_rule in (
     (GROUPED, _grouped),
+    (("transformers.grouped_mm_fallback_backward.default",), _grouped_backward),
     ((MIXTURE, MIXTURE_BACKWARD), dim_rules.mixture),
     (ATTENTION_BACKWARD, dim_rules.attention_backward),
     (ATTENTION, dim_rules.attention),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from stretto.ir.action import Phase
 from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, Stage, TensorSpec
 
@@ -26,10 +24,6 @@ def given_specs(job: Job) -> dict[str, TensorSpec]:
     result |= {f"const/{c.name}": c.spec for c in job.constants}
     result |= {f"batch/{name}": spec for name, spec in job.batch}
     return result | {"tangent": job.loss_spec}
-
-
-def defined(ops: Sequence[Op]) -> set[str]:
-    return {op.name for op in ops}
 
 
 def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:
@@ -62,7 +56,7 @@ def results_of(job: Job, stage: int, phase: Phase) -> dict[str, list[str]]:
 
 def inputs_of(stage: Stage, phase: Phase) -> tuple[str, ...]:
     """Values that the stage's program for `phase` reads and does not define itself, in order of first use."""
-    made = defined(stage.ops[phase])
+    made = {op.name for op in stage.ops[phase]}
     names: dict[str, None] = {}
     for op in stage.ops[phase]:
         for name in op.uses:

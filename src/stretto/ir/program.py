@@ -147,7 +147,7 @@ class Op:
         axis, size = str(self.args[-2]), int(self.args[-1])
         made = self.outputs[0]
         assert made is not None
-        return Collective(kind.cost, axis, size, kind.full_nbytes(made.nbytes, size, self.how))
+        return Collective(kind.cost, axis, kind.full_nbytes(made.nbytes, size, self.how))
 
     @property
     def kind(self) -> Kind | None:

@@ -79,7 +79,6 @@ class Lab:
         self._groups: list[Path] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = contextlib.ExitStack()
-        self._open = False
 
     def __enter__(self) -> Lab:
         if lacking := network.missing():
@@ -93,7 +92,6 @@ class Lab:
             with blocked():
                 self._build(self._owner)
             self._stack = stack.pop_all()
-            self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +129,6 @@ class Lab:
 
     def close(self) -> None:
         """End every process of the lab and remove its namespaces and groups; to call it twice is harmless."""
-        self._open = False
         owner, self._owner = self._owner, None
         if owner is None:
             return
@@ -205,7 +202,6 @@ class Lab:
         local_rank: int = 0,
         stdout: _Target = None,
         stderr: _Target = None,
-        cwd: str | Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command on one host and return at once; it ends with the lab at the latest.
 
@@ -220,7 +216,7 @@ class Lab:
         environment = self.environment(host, env, local_rank)
         if not command:
             raise UsageError("no command given: say what each host is to run, after `--`")
-        if cwd is None and shutil.which(command[0], path=environment.get("PATH")) is None:
+        if shutil.which(command[0], path=environment.get("PATH")) is None:
             raise UsageError(f"command {command[0]!r} is not on PATH, or is not executable")
         core = str(self.cores[host % len(self.cores)]) if self.pin else ""
         group = str(self._groups[host]) if self._groups else ""
@@ -235,7 +231,6 @@ class Lab:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                cwd=cwd,
                 start_new_session=True,
             )
             self._processes.append(process)
@@ -296,7 +291,7 @@ class Lab:
         return statuses
 
     def _require_open(self) -> LabOwner:
-        if self._owner is None or not self._open:
+        if self._owner is None:
             raise StrettoError("the lab is not running: use it inside `with Lab(...) as lab:`")
         return self._owner
 

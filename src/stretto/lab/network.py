@@ -4,9 +4,8 @@
     lab0 (10.77.0.1) ==== veth pair ==== h0 --+
     lab0 (10.77.0.2) ==== veth pair ==== h1 --+-- br0
 
-Both ends of each pair carry a token bucket: the host's end limits what the host sends, the switch's end
-what it receives. The machine's own namespace is not touched: pairs are made inside the switch's. iproute2's
-own commands do it: they are what a user types to look into a running lab.
+Both ends of each pair carry a token bucket (docs/lab.md). Pairs are made inside the switch's namespace.
+iproute2's own commands do it: they are what a user types to look into a running lab.
 
 A namespace is called `stretto-<pid>-<start>-<serial>-<part>`: the owner's process id, the time it started (in
 clock ticks since boot, so that a reused id is not taken for the owner), the number of the lab in that

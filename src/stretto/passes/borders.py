@@ -37,8 +37,9 @@ from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part
 from stretto.passes.rewrite import changed, read_as, stage_of, users_of, with_uses
 
 ADD = "aten.add.Tensor"
-SHAPED = (*VIEWS, "aten.reshape.default")
 NORM = "aten.native_layer_norm_backward.default"
+
+SHAPED = (*VIEWS, "aten.reshape.default")
 
 
 def scatter_borders(job: Job) -> Job:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
-from stretto.ir.flow import PHASES, defined, results_of
+from stretto.ir.flow import PHASES, results_of
 from stretto.ir.forms import forms_of
 from stretto.ir.program import STARTS, WAIT, Job, Op, Stage
 from stretto.ir.stage_maps import AUTO, shared
@@ -205,7 +205,7 @@ def _moved(job: Job, stage: Stage, split: bool) -> Stage:
 
 def _starts_earlier(job: Job, stage: int, programs: Programs) -> Programs:
     """Step 1."""
-    later = {*defined(programs[Phase.W])}
+    later = {op.name for op in programs[Phase.W]}
     later |= {edge.value for edge in job.edges if edge.target == stage and edge.user_phase is Phase.W}
     ready = [op for op in programs[Phase.W] if op.target in STARTS and later.isdisjoint(op.uses)]
     rest = tuple(op for op in programs[Phase.W] if op not in ready)

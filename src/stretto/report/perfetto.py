@@ -34,7 +34,6 @@ from stretto.report.detail import (
     window_ops,
 )
 
-NS_PER_US = 1000
 START = attrgetter("start_us")
 FIELDS = {int: "int_value", float: "double_value", str: "string_value"}
 """Where a trace keeps a value of a type."""
@@ -229,7 +228,7 @@ class _Writer:
 
     def _packet(self, time_us: float) -> Any:
         packet = self.builder.add_packet()
-        packet.timestamp = round(time_us * NS_PER_US)
+        packet.timestamp = round(time_us * 1000)  # in ns
         packet.trusted_packet_sequence_id = 1  # all are of one writer; any number but 0 will do
         return packet
 

@@ -53,11 +53,6 @@ _CALLING = threading.Lock()
 """Ranks that are threads compile, and call what was compiled, one after the other."""
 
 
-def is_compute(op: Op) -> bool:
-    """Whether the op may be part of a stretch."""
-    return not op.random and op.target not in (*STARTS, WAIT, INDEX, CHUNK)
-
-
 def _fuses(op: Op) -> bool:
     name = op.target.split(".")[1] if "." in op.target else op.target
     kernel = name in _KERNELS or name.startswith("_scaled_dot_product")
@@ -83,7 +78,7 @@ def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ..
 
     for at, item in enumerate(window.items):
         op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
-        if op is None or not is_compute(op):
+        if op is None or op.random or op.target in (*STARTS, WAIT, INDEX, CHUNK):
             close()
             result.append((at,))
         else:
@@ -185,7 +180,7 @@ class Compiled:
 
 
 class Compiler:
-    """Step 4: compiles graphs, each once. `graphs` is how many were compiled, `calls` for how many stretches.
+    """Step 4: compiles graphs, each once. known: by their text, `calls` for how many stretches.
 
     Compiling happens at once, on zeros of the inputs' shapes, and not in the first step. Inductor keeps what
     it compiled on disk, for other processes and later runs.
@@ -197,22 +192,18 @@ class Compiler:
     def __init__(self, device: torch.device, *, threads: bool = False) -> None:
         self._device = device
         self._threads = threads
-        self._known: dict[str, Compiled] = {}
+        self.known: dict[str, Compiled] = {}
         self.calls = 0
-
-    @property
-    def graphs(self) -> int:
-        return len(self._known)
 
     @contextmanager
     def metered(self, meter: MemoryMeter) -> Iterator[None]:
         """What compiled functions return is counted meanwhile."""
-        for compiled in self._known.values():
+        for compiled in self.known.values():
             compiled.meter = meter
         try:
             yield
         finally:
-            for compiled in self._known.values():
+            for compiled in self.known.values():
                 compiled.meter = None
 
     def compiled(self, stretch: Stretch, specs: Iterable[TensorSpec]) -> Compiled:
@@ -222,22 +213,14 @@ class Compiler:
         graph = _graph(stretch, self._device)
         # Equal for stretches that are equal but for names.
         text = "\n".join([*map(str, specs), graph.code])
-        if text not in self._known:
+        if text not in self.known:
             with _CALLING, torch.no_grad():
                 function = torch.compile(
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
                 )
                 function(*(_zeros(spec, self._device) for spec in specs))
-            self._known[text] = Compiled(len(self._known), function)
-        return self._known[text]
-
-
-def _full(key: Key) -> Key:
-    return key[0], key[1].partition("#")[0]
-
-
-def _index(key: Key) -> str:
-    return key[1].partition("#")[2]
+            self.known[text] = Compiled(len(self.known), function)
+        return self.known[text]
 
 
 def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
@@ -259,11 +242,10 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
         named = {name: given(part, arg) for name, arg in op.kwargs}
         nodes[part, op.name] = graph.call_function(function, arguments, named)
     results = []
-    for key in stretch.outputs:
-        node = nodes[_full(key)]
-        if _index(key):
-            node = graph.call_function(operator.getitem, (node, int(_index(key))))
-        results.append(node)
+    for part, name in stretch.outputs:
+        made, _, at = name.partition("#")
+        node = nodes[part, made]
+        results.append(graph.call_function(operator.getitem, (node, int(at))) if at else node)
     graph.output(tuple(results))
     return fx.GraphModule(torch.nn.Module(), graph)
 

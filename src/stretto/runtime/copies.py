@@ -19,6 +19,7 @@ from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.transport import Transport
+from stretto.verifying.fault import listed
 
 Copy = tuple[str, tuple[int, ...]]
 """What it is (`parameter 'head.weight'`), and which part: coordinates on the axes that it is sharded over."""
@@ -28,9 +29,6 @@ CHUNK = 2**18
 
 MIX = 0xBF58476D1CE4E5B9 - 2**64
 """The first factor of splitmix64 (Steele, Lea and Flood 2014), as a signed number."""
-
-SHOWN_RANKS = 8
-"""Ranks that a message names."""
 
 
 def check_copies(tensors: RankTensors, transport: Transport) -> None:
@@ -105,10 +103,5 @@ def _difference(result: Sequence[Mapping[Copy, str]]) -> str:
     copy, ranks = next(iter(apart.items()))
     others = len({what for what, _ in apart}) - 1
     more = f" (and {others} more)" if others else ""
-    return f"{copy[0]}{more} has other values on {_named(ranks)} than on rank {first[copy][0]}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    where = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+    return f"{copy[0]}{more} has other values on {where} than on rank {first[copy][0]}"

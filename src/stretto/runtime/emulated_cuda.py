@@ -50,17 +50,11 @@ class CudaTransport(SingleRankEnd):
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         super().__init__(plan, rank)
         self._device = device
-        self._begins_us, self._ends_us = self._predicted()
+        predicted = [s for s in simulate(plan).spans if s.rank == self._pp_rank and s.sender is not None]
+        self._begins_us = {s.name: s.start_us for s in predicted}
+        """Name of a received message -> when it begins in the simulation."""
+        self._ends_us = {s.name: s.end_us for s in predicted}
         self._streams: dict[str, torch.cuda.Stream] = {}
-
-    def _predicted(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Name of a received message -> when it begins and ends in the simulation."""
-        spans = [
-            span
-            for span in simulate(self._plan).spans
-            if span.rank == self._pp_rank and span.kind is SpanKind.MESSAGE and span.sender is not None
-        ]
-        return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         super().open(communicators, device, mesh)

@@ -1,7 +1,7 @@
 """What must be true before a rank runs: model and batch fit the plan, and all ranks have the same plan.
 
 Numbers of a batch that name a row or a class are checked: one that is out of range would end a step inside
-an op on processors, and end the process on accelerators (`Ranges`).
+an op on processors, and end the process on accelerators.
 
     1. The ops state which values are such numbers (`stretto.ir.integers.numbers_read`).
     2. The full leaf is checked, in one pass: where it is in range, so is every part of it.
@@ -14,7 +14,7 @@ tensor-parallel ranks share are compared by other ops (`stretto.passes.layout.lo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 
 from stretto.batch import tree
 from stretto.errors import RunError, StrettoError, UsageError
-from stretto.ir.integers import NumbersRead, numbers_read
+from stretto.ir.integers import NumbersRead
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
 from stretto.ir.serialize import plan_to_text
@@ -33,14 +33,14 @@ from stretto.runtime.transport import Transport
 
 
 def fit_batch(
-    job: Job, batch: Any, device: torch.device, ranges: Ranges | None = None
+    job: Job, batch: Any, device: torch.device, numbers: Sequence[NumbersRead] = ()
 ) -> dict[str, torch.Tensor]:
     """The batch's leaves on `device`, in the captured dtype and layout, in the plan's order.
 
     Floating-point leaves may have another floating-point dtype than was captured, and are converted: the
     capture itself does so (`precision="bf16"`). Raises UsageError for leaves that are missing, too many, of
     another shape, or of another kind of dtype; for constants of the captured batch (numbers, strings) that
-    have changed: they are part of the plan; and for what `ranges` refuses, which sees the leaves as they are
+    have changed: they are part of the plan; and for `numbers` out of range, which are looked at as they are
     given: on processors one need not wait for.
     """
     given, given_replicated = tree.flatten(batch), tree.replicated_leaves(batch)
@@ -89,8 +89,8 @@ def fit_batch(
             raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
         # Ops were captured for contiguous leaves: a view of a slice of tokens must not reach them.
         leaves[name] = leaf.to(device, dtype).contiguous()
-    if ranges is not None:
-        ranges.check(given)
+    for use in numbers:
+        _check_range(job, use, given[use.leaf])
     return leaves
 
 
@@ -188,44 +188,32 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Files of token ids have them; PyTorch can keep and convert them, and little else."""
 
 
-class Ranges:
-    """Of one job."""
+def _check_range(job: Job, use: NumbersRead, leaf: torch.Tensor) -> None:
+    """leaf: of the full batch, as the user gave it. Raises UsageError with leaf, number and range."""
+    if leaf.device.type != "cpu" or not leaf.numel() or _wrong(use, leaf) is None:
+        return
+    read = Alone(job, use.ops, use.value, torch.device("cpu")) if use.ops else None
+    for at, part in enumerate((leaf,) if use.leaf in job.replicated else leaf.chunk(job.pieces)):
+        wrong = _wrong(use, part if read is None else read(part))
+        if wrong is not None:
+            rest = f", or {use.ignored}, which does not count" if use.ignored is not None else ""
+            raise UsageError(
+                f"batch leaf {use.leaf!r} has {int(wrong[0])} (microbatch {at}), and {use.what}: give "
+                f"numbers from 0 to {use.count - 1}{rest}"
+            )
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._uses = numbers_read(job)
 
-    def check(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """leaves: of the full batch, as the user gave it. Raises UsageError with leaf, number and range."""
-        for use in self._uses:
-            leaf = leaves[use.leaf]
-            if leaf.device.type == "cpu" and leaf.numel() and self._wrong(use, leaf) is not None:
-                self._refuse(use, leaf)
-
-    @staticmethod
-    def _wrong(use: NumbersRead, values: torch.Tensor) -> torch.Tensor | None:
-        """Step 2: those that are out of range."""
-        if values.dtype in UNSIGNED:
-            values = values.long()
-        least, most = values.aminmax()
-        if int(least) >= 0 and int(most) < use.count:
-            return None
-        wrong = (values < 0) | (values >= use.count)
-        if use.ignored is not None:
-            wrong &= values != use.ignored
-        return values[wrong] if bool(wrong.any()) else None
-
-    def _refuse(self, use: NumbersRead, leaf: torch.Tensor) -> None:
-        full = use.leaf in self._job.replicated
-        read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
-        for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):
-            wrong = self._wrong(use, part if read is None else read(part))
-            if wrong is not None:
-                rest = f", or {use.ignored}, which does not count" if use.ignored is not None else ""
-                raise UsageError(
-                    f"batch leaf {use.leaf!r} has {int(wrong[0])} (microbatch {at}), and {use.what}: give "
-                    f"numbers from 0 to {use.count - 1}{rest}"
-                )
+def _wrong(use: NumbersRead, values: torch.Tensor) -> torch.Tensor | None:
+    """Step 2: those that are out of range."""
+    if values.dtype in UNSIGNED:
+        values = values.long()
+    least, most = values.aminmax()
+    if int(least) >= 0 and int(most) < use.count:
+        return None
+    wrong = (values < 0) | (values >= use.count)
+    if use.ignored is not None:
+        wrong &= values != use.ignored
+    return values[wrong] if bool(wrong.any()) else None
 
 
 @contextmanager

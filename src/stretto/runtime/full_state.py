@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,9 @@ from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import RankTensors, full_spec, part_of
 from stretto.runtime.transport import Transport
+from stretto.verifying.fault import listed
 
 LANE = "state"
-SHOWN = 4
-"""Names that a message shows."""
-
 _CALLING = threading.Lock()
 """Ranks that are threads may share a model, and one at a time has other tensors put in it."""
 
@@ -85,8 +83,8 @@ def gather(
     absent = [key for key, entry in entries.items() if entry.unused is not None and entry.unused.is_meta]
     if absent:
         raise UsageError(
-            f'the model has {shown(absent)} on "meta", which no stage uses and no one has given a value. '
-            "Save what the stages have (stretto.save)"
+            f'the model has {listed(map(repr, absent))} on "meta", which no stage uses and no one has given '
+            "a value. Save what the stages have (stretto.save)"
         )
     wanted = only_on is None or only_on == tensors.rank
     full_tensors = _gather_full(tensors, transport, wanted)
@@ -247,8 +245,8 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
     missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
     unexpected = [key for key in values if key not in entries]
     if strict and (missing or unexpected):
-        gathered = [f"it lacks {shown(missing)}"] if missing else []
-        gathered += [f"the model has no {shown(unexpected)}"] if unexpected else []
+        gathered = [f"it lacks {listed(map(repr, missing))}"] if missing else []
+        gathered += [f"the model has no {listed(map(repr, unexpected))}"] if unexpected else []
         raise UsageError(
             f"load_state_dict: {' and '.join(gathered)}; give what the plain model's state_dict() has, "
             "or strict=False"
@@ -276,9 +274,3 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
                     "two values: give one of them"
                 )
     return LeftKeys(missing, unexpected)
-
-
-def shown(names: Sequence[str]) -> str:
-    """The first of some names, for a message."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(repr, names[:SHOWN])) + more

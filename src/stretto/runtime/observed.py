@@ -34,7 +34,7 @@ class ObservedWatch:
     """One rank's metrics. Does nothing for a job without."""
 
     def __init__(self, plan: Plan, pp_rank: int, device: torch.device) -> None:
-        self._plan = plan
+        self.plan = plan
         lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == pp_rank}
         # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
         self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
@@ -68,7 +68,7 @@ class ObservedWatch:
 
     def most(self, name: str) -> tuple[float, str]:
         """The greatest value of that name in the last step, and its module."""
-        named = zip(self._plan.job.metrics, self._parts, strict=True)
+        named = zip(self.plan.job.metrics, self._parts, strict=True)
         return max(
             ((float(kept.max()), one.module) for one, kept in named if kept is not None and one.name == name),
             default=(0.0, ""),
@@ -82,10 +82,10 @@ class ObservedWatch:
         return result
 
 
-def check_room(plan: Plan, transport: Transport, watch: ObservedWatch) -> None:
+def check_room(watch: ObservedWatch, transport: Transport) -> None:
     """Raises RunError on every rank, which all must call it, where there was no room for rows that experts
     were sent in the last step."""
-    if not any(metric.name == NO_ROOM for metric in plan.job.metrics):
+    if not any(metric.name == NO_ROOM for metric in watch.plan.job.metrics):
         return
     need, module = max(transport.all_gather(watch.most(NO_ROOM)))
     if need:
@@ -97,11 +97,10 @@ def check_room(plan: Plan, transport: Transport, watch: ObservedWatch) -> None:
         )
 
 
-def observed(
-    plan: Plan, transport: Transport, watch: ObservedWatch, forget: bool = True
-) -> tuple[Observed, ...]:
+def observed(watch: ObservedWatch, transport: Transport, forget: bool = True) -> tuple[Observed, ...]:
     """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step. forget:
     later steps are read without these."""
+    plan = watch.plan
     if not plan.job.metrics:
         return ()
     gathered = transport.all_gather(watch.read(forget))

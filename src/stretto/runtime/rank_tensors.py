@@ -157,7 +157,7 @@ class RankTensors:
         )
         self.compute = self._compute_copies()
         self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
-        self._owned = self._find_owned()
+        self.owned = self._find_owned()
 
     def _adopt(self, model: nn.Module, shares: RankTensors | None) -> None:
         stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
@@ -299,7 +299,7 @@ class RankTensors:
 
     def owned_parts(self) -> dict[str, Part]:
         """Of `parts`, what this rank is the one to save, or one of those that have the same."""
-        kept = {f"model.{name}" for name, _ in self.named_parameters() if self.owns(name)}
+        kept = {f"model.{name}" for name, _ in self.named_parameters() if name in self.owned}
         # Of those that write a buffer, or read it, the first.
         for buffer in () if any(self.within_stage.values()) else self.plan.job.buffers:
             writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
@@ -307,11 +307,8 @@ class RankTensors:
                 kept.add(f"buffer.{buffer.name}")
         return {key: part for key, part in self.parts().items() if key in kept}
 
-    def owns(self, name: str) -> bool:
-        """`Runner.owns`."""
-        return name in self._owned
-
     def _find_owned(self) -> frozenset[str]:
+        """What `Runner.owns`."""
         first: dict[str, int] = {}
         for parameter in self.plan.job.parameters:
             for stage in parameter.stages:

@@ -6,10 +6,8 @@ that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.e
 2. A step to warm up, in which peak memory is counted; then the steps that count.
 3. The step in the middle by time is reported, with the pipeline ranks of the simulation that answered.
 
-    matrices    normal with the variance 1 / columns, and vectors (norms, biases) lie around one, so that
-                values neither vanish nor grow, however many layers there are; tied parameters are one tensor
-    buffers     ones; integer ones are zeros, which are valid indices into anything
-    batch       integers name what they reach (`stretto.ir.integers`); where that is nothing they are 0 or 1
+Made up are values that neither vanish nor grow, however many layers there are (`docs/rehearse.md`); integers
+of a batch name what they reach (`stretto.ir.integers`), and those of buffers are 0, which is a valid index.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from stretto.backend.process_memory import keep_freed_memory
 from stretto.batch.constants import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
+from stretto.ir.integers import numbers_read
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
@@ -25,7 +26,7 @@ from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.fit import Ranges, agree, explaining_failed_ops, fit_batch
+from stretto.runtime.fit import agree, explaining_failed_ops, fit_batch
 from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.given_model_adapter import check_given, take
 from stretto.runtime.gradients import accumulate
@@ -140,7 +141,7 @@ class Runner:
         )
         if self.compiler is not None:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
-        self._ranges = Ranges(plan.job)
+        self._numbers = numbers_read(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self._values = watch_model(model, plan.job.read, plan.job.trains)
         self._graph: StepGraph | None = None
@@ -189,7 +190,7 @@ class Runner:
         one copy is saved. Of a sharded parameter each rank owns its part, of ranks with the same part
         the first.
         """
-        return self.tensors.owns(name)
+        return name in self.tensors.owned
 
     # Values.
 
@@ -264,7 +265,7 @@ class Runner:
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
-        check_room(self.plan, self.transport, self.state.watch)
+        check_room(self.state.watch, self.transport)
         trained = [k for k in sorted(grads) if self.tensors.parameters[k].requires_grad]  # not frozen since
         kept = [self.tensors.parameters[k] for k in trained]
         accumulate(kept, [self._of_part(k, grads.pop(k)) for k in trained])
@@ -281,7 +282,7 @@ class Runner:
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
-        leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
+        leaves = fit_batch(self.plan.job, batch, self.device, self._numbers)
         if any(parameter.requires_grad for _, parameter in self._frozen):
             check_given(self.tensors, self._frozen)
         self._values.check()
@@ -329,13 +330,13 @@ class Runner:
     def observed(self) -> tuple[Observed, ...]:
         """What the model's code showed (`stretto.observe`) in the steps since this was last called, at most
         256, over all ranks; every rank must call it. No step waits for it: this call does."""
-        return observed(self.plan, self.transport, self.state.watch)
+        return observed(self.state.watch, self.transport)
 
     def report(self) -> Report:
         """Measured against predicted of the last step, and what `observed` would give; every rank must call
         it. `print` shows a table. What cannot be reported is replaced by the reason, so that a script's last
         line does not lose the rest."""
-        seen = observed(self.plan, self.transport, self.state.watch, forget=False)
+        seen = observed(self.state.watch, self.transport, forget=False)
         try:
             return Report(self.plan, self.timeline(), seen)
         except LostRankError:

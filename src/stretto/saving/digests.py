@@ -1,7 +1,5 @@
 """Digests of a checkpoint's files, in `digests.json`, so that what was written is what is read.
 
-    {"format": "stretto-digests", "version": 1, "files": {"rest.pt": "5f1d...", "state.json": "07ac..."}}
-
 It has every file that is read in full. Of the files of tensors a rank reads some boxes: each box has its
 digest in `tensors.json` (`stretto.saving.tensors`). Digests show damage, and not who wrote a checkpoint.
 """
@@ -9,7 +7,7 @@ digest in `tensors.json` (`stretto.saving.tensors`). Digests show damage, and no
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
@@ -76,6 +74,16 @@ def identity(folder: Path) -> str:
     return digest_of(_read(folder, NAME))
 
 
+def refuse_others(digests: Sequence[str], folder: Path) -> None:
+    """Raise UsageError unless all ranks, by whose place the digests are, read the same there."""
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"{folder} is another on rank {other} than on rank 0: all must read one folder, which all hosts "
+            "mount, or the same on every machine"
+        )
+
+
 def read_checked(folder: Path, name: str) -> bytes:
     """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
     known = parsed(folder, FILE, NAME, _read(folder, NAME)).files
@@ -98,6 +106,11 @@ def parsed(folder: Path, kind: TypedFile[T], name: str, data: bytes) -> T:
 def unusable(folder: Path, why: str) -> UsageError:
     """That a checkpoint cannot be read, in the user's words."""
     return UsageError(f"{folder} cannot be read ({why}); {ELSE}")
+
+
+def reason(error: Exception) -> str:
+    """Why it is so, where a library failed to read."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}"
 
 
 def _read(folder: Path, name: str) -> bytes:

@@ -1,13 +1,7 @@
-"""`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
+"""`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder, whose
+files docs/saving.md lists. The trainer's checkpoints are such folders with files of their own beside these.
 
-    <path>/.metadata, __0_0.distcp ...   full tensors under their names (`stretto.saving.tensors`)
-    <path>/tensors.json                  where each tensor is in them, as data (`stretto.saving.tensors`)
-    <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
-    <path>/digests.json                  of these files but the tensors' (`stretto.saving.digests`)
-
-Tensors are `model.<name>` (under the first name of a tie), `buffer.<name>` and `optimizer.<name>.<part>`.
-
-The trainer's checkpoints are such folders with files of their own beside these. A save:
+A save:
 
     1. All ranks gather what each has; nothing is touched before all could.
     2. Rank 0 makes a folder beside the place, and every rank looks whether it sees it.
@@ -19,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -155,7 +150,7 @@ def write(
         on_first(transport, finish)
     except BaseException:
         if first:
-            folder.abandon(place)
+            shutil.rmtree(folder.partial_of(place), ignore_errors=True)  # so that it does not fill the disk
         raise
 
 
@@ -198,7 +193,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
         return read, rest, {name: tensor for name, (tensor, _) in made.items()}, groups
 
     read, rest, made, groups = together(transport, check)
-    _same_everywhere(transport.all_gather(digests.identity(checkpoint)), checkpoint)
+    digests.refuse_others(transport.all_gather(digests.identity(checkpoint)), checkpoint)
     runner.unfit = f"{checkpoint} was read in part: load a complete checkpoint"
     together_slowly(transport, read)
     if optimizer is not None and (table := rest.table) is not None:
@@ -207,7 +202,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             try:
                 states.install(runner, optimizer, made, table, groups)
             except Exception as error:  # whatever the optimizer's class makes of a state that lacks something
-                raise tensors.unreadable(checkpoint, error) from None
+                raise digests.unusable(checkpoint, digests.reason(error)) from None
 
         together(transport, install)
         states.warn_of_differences(runner, optimizer, table)
@@ -220,7 +215,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             try:
                 modules[name].set_extra_state(value)
             except Exception as error:  # of the model's own code; or it has no such module
-                raise tensors.unreadable(checkpoint, error) from None
+                raise digests.unusable(checkpoint, digests.reason(error)) from None
 
     together(transport, set_extra_states)
     return rest.extra
@@ -275,13 +270,4 @@ def _unpacked(checkpoint: Path) -> _Rest:
     except StrettoError:
         raise
     except Exception as error:
-        raise tensors.unreadable(checkpoint, error) from None
-
-
-def _same_everywhere(digests: list[str], checkpoint: Path) -> None:
-    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-    if other is not None:
-        raise UsageError(
-            f"{checkpoint} is another checkpoint on rank {other} than on rank 0: the ranks must read the "
-            "same folder, which all hosts mount"
-        )
+        raise digests.unusable(checkpoint, digests.reason(error)) from None

@@ -75,11 +75,6 @@ def commit(place: Path) -> None:
         shutil.rmtree(old_of(place))
 
 
-def abandon(place: Path) -> None:
-    """Remove what a failed write left, so that it does not fill the disk."""
-    shutil.rmtree(partial_of(place), ignore_errors=True)
-
-
 # Whether all ranks see one folder.
 
 

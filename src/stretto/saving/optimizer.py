@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from stretto.errors import UsageError
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
-from stretto.runtime.full_state import shown
 from stretto.runtime.given_model_adapter import TakenValue
 from stretto.runtime.rank_tensors import Part, full_spec
+from stretto.verifying.fault import listed
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""
@@ -224,10 +224,10 @@ def warn_of_differences(runner: Runner, optimizer: Optimizer, table: OptimizerTa
     here = {name for names in gathered for name in names}
     lost, new = sorted(table.of.keys() - here), sorted(here - table.of.keys())
     if lost and runner.rank == 0:
-        what = f"the saved state of {shown(lost)} was left: the optimizer has no such parameter"
+        what = f"the saved state of {listed(map(repr, lost))} was left: the optimizer has no such parameter"
         warnings.warn(what, stacklevel=4)
     if new and runner.rank == 0:
-        what = f"{shown(new)} begin without state: the saved optimizer had no such parameter"
+        what = f"{listed(map(repr, new))} begin without state: the saved optimizer had no such parameter"
         warnings.warn(what, stacklevel=4)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.errors import UsageError
 from stretto.models.weight_files import Weights, weights_folder, weights_of
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.rank_tensors import Part
+from stretto.saving.digests import refuse_others
 
 
 def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
@@ -30,12 +30,7 @@ def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
     """
     weights = together(runner.transport, lambda: weights_of(model, weights_folder(str(source))))
     place = weights.files.folder
-    digests = runner.transport.all_gather(weights.files.digest)
-    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-    if other is not None:
-        raise UsageError(
-            f"{place} has other weights on rank {other} than on rank 0: bring the same to every machine"
-        )
+    refuse_others(runner.transport.all_gather(weights.files.digest), place)
     runner.unfit = f"{place} was read in part: load a full model"
     together_slowly(runner.transport, lambda: read(weights, runner.tensors.parts()))
     runner.loaded()

@@ -44,7 +44,6 @@ from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.rank_tensors import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import (
-    ELSE,
     TABLE,
     Digest,
     FileName,
@@ -52,6 +51,7 @@ from stretto.saving.digests import (
     digest_of_next,
     parsed,
     read_checked,
+    reason,
     unusable,
 )
 from stretto.saving.folder import Writing
@@ -236,7 +236,7 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
                     for view, slices in wanted[name][box]:
                         view.copy_(made[slices])
     except Exception as error:
-        raise unreadable(folder, error) from None
+        raise unusable(folder, reason(error)) from None
 
 
 def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -269,13 +269,6 @@ def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) ->
                 f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.full_shape)}; "
                 "take another checkpoint"
             )
-
-
-def unreadable(folder: Path, error: Exception) -> StrettoError:
-    """A failed read in the user's words."""
-    text = str(error).strip().splitlines()
-    why = text[-1] if text else "no reason given"
-    return StrettoError(f"{folder} cannot be read ({type(error).__name__}: {why}); {ELSE}")
 
 
 def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> bytes:

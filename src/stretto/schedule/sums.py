@@ -182,14 +182,18 @@ class _RankReductions:
         return result
 
     def _start(self, name: str, lane: str, size: int, groups: Sequence[str]) -> Op:
-        kept = [self._groups[group].parameter for group in groups]
-        nbytes = sum(reduced_bytes(self._job, parameter, lane) for parameter in kept)
-        dtype = kept[0].grad_dtype
-        spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
-        reads = tuple(Ref(GRAD + group) for group in groups)
-        alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
-        alias = reads[0].name if alone else None
-        return Op(name, ALL_REDUCE.target, (reads, "sum", lane, size), (), (spec,), alias)
+        return reduction(self._job, name, lane, size, [self._groups[group].parameter for group in groups])
+
+
+def reduction(job: Job, name: str, lane: str, size: int, kept: Sequence[Parameter]) -> Op:
+    """The start of a reduction of these parameters' gradients, each one of a tied group."""
+    nbytes = sum(reduced_bytes(job, parameter, lane) for parameter in kept)
+    dtype = kept[0].grad_dtype
+    spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
+    reads = tuple(Ref(GRAD + parameter.tied_to) for parameter in kept)
+    alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
+    alias = reads[0].name if alone else None
+    return Op(name, ALL_REDUCE.target, (reads, "sum", lane, size), (), (spec,), alias)
 
 
 def _groups(job: Job, stages: Sequence[int]) -> dict[str, _TiedGroup]:

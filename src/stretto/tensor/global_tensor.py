@@ -76,7 +76,9 @@ class GlobalTensor(DTensor):
         mesh = _one_mesh(op, leaves)
         if not all(isinstance(leaf, DTensor) for leaf in leaves):
             beside = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
-            _refuse_writes_to_plain(op, args, kwargs, beside)
+            for value in given_back(op, args, kwargs):
+                if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                    raise errors.plain_written(op, value, beside)
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
         if op in VALUES:
@@ -190,7 +192,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
         if any(x is w and is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
             return on_parts(op, args, kwargs, global_tensor)
         if is_like(op):
-            args = tuple(_as_full(value) for value in args)
+            args = tuple(_reduced(value, moves=False) for value in args)
         elif not keeps_partial(op, args, kwargs, tensors):
             args = tuple(_reduced(value) for value in args)
             kwargs = {name: _reduced(value) for name, value in kwargs.items()}
@@ -212,20 +214,15 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
     return on_parts(op, args, kwargs, global_tensor)
 
 
-def _reduced(value: Any) -> Any:
+def _reduced(value: Any, moves: bool = True) -> Any:
+    """Partial tensors reduced; not where their shape alone counts, which are as if they were replicated."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_reduced(item) for item in value)
+        return type(value)(_reduced(item, moves) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
     full = [Replicate() if p.is_partial() else p for p in value.placements]
-    return placed(value, full, global_tensor)
-
-
-def _as_full(value: Any) -> Any:
-    """A Partial tensor of which the shape alone counts, as if it were replicated."""
-    if not isinstance(value, DTensor) or not is_partial(value):
-        return value
-    full = [Replicate() if p.is_partial() else p for p in value.placements]
+    if moves:
+        return placed(value, full, global_tensor)
     return global_tensor(local_of(value), with_placements(spec_of(value), full))
 
 
@@ -306,12 +303,6 @@ def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
                 raise errors.two_meshes(op, first, leaf)
     assert first is not None, "this class was chosen for one of the arguments"
     return first.device_mesh
-
-
-def _refuse_writes_to_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], beside: DTensor) -> None:
-    for value in given_back(op, args, kwargs):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            raise errors.plain_written(op, value, beside)
 
 
 def _placed(op: Any, value: Any, beside: DTensor) -> Any:

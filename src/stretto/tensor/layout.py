@@ -79,13 +79,6 @@ class Layout:
         """All ranks of the mesh, row by row."""
         return tuple(np.ravel(self.mesh_ranks).tolist())
 
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where on the mesh a rank is, one number for each axis; None if it is not on the mesh."""
-        ranks = self.ranks
-        if rank not in ranks:
-            return None
-        return tuple(int(along) for along in np.unravel_index(ranks.index(rank), self.mesh_shape))
-
     def region(self, shape: Sequence[int], rank: int) -> Region | None:
         """The box of a tensor of this shape that a rank has: (start, stop) for each dim.
 
@@ -93,8 +86,10 @@ class Layout:
         A rank of a Partial axis has the box of a Replicate axis: its term of the sum is as large.
         Raises UsageError if a placement names a dim that the tensor does not have.
         """
-        where = self.coordinate(rank)
-        return None if where is None else self._region_at(shape, where)
+        ranks = self.ranks
+        if rank not in ranks:
+            return None
+        return self._region_at(shape, tuple(map(int, np.unravel_index(ranks.index(rank), self.mesh_shape))))
 
     def regions(self, shape: Sequence[int]) -> dict[int, Region]:
         """What each rank of the mesh has, ranks row by row; see `region`."""

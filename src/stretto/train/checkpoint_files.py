@@ -23,7 +23,7 @@ from stretto.errors import UsageError, near_path
 from stretto.files.codec import Fits
 from stretto.files.typed_file import TypedFile
 from stretto.files.whole_file import saving
-from stretto.saving.digests import ELSE, read_checked
+from stretto.saving.digests import read_checked
 from stretto.saving.folder import recover, sync_folder, write_synced
 
 STATE = "state.json"
@@ -115,10 +115,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
 def read_kept(checkpoint: Path, name: str = TOKENIZER) -> str:
     """A file of text: by default what is kept of the data, the tokenizer. Raises UsageError when it is absent
     or not what was saved."""
-    try:
-        return read_checked(checkpoint, name).decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{checkpoint / name} cannot be read ({error}); {ELSE}") from None
+    return read_checked(checkpoint, name).decode(errors="replace")
 
 
 def put_back(folder: Path) -> None:

@@ -38,7 +38,10 @@ class GradientClip:
             for name, parameter in runner.named_parameters()
             if tied_to[name] in index and runner.owns(name)
         ]
-        self._norms = torch.zeros(count, dtype=_norm_dtype(job), device=runner.device)
+        # The finest dtype of the model's gradients, those of other ranks too: all send the same.
+        finest = any(p.grads and p.grad_dtype == "float64" for p in job.parameters)
+        dtype = torch.float64 if finest else torch.float32
+        self._norms = torch.zeros(count, dtype=dtype, device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
             everyone = runner.plan.everyone(LANE)
@@ -76,9 +79,3 @@ def _indices(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], 
             indices[parameter.tied_to] = length + part
             length += parts
     return indices, length
-
-
-def _norm_dtype(job: Job) -> torch.dtype:
-    """The finest dtype of the model's gradients, those of other ranks too: all send the same."""
-    finest = any(parameter.grads and parameter.grad_dtype == "float64" for parameter in job.parameters)
-    return torch.float64 if finest else torch.float32

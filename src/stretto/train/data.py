@@ -155,7 +155,8 @@ def _build(
     train_chars = round(chars * (1 - fraction))
     if given is None:
         say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
-        given = bpe.learned(bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size))
+        learned = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
+        given = GivenTokenizer(learned)
     tokenizer = given.tokenizer
     done_chars, said_s = 0, time.monotonic()
 

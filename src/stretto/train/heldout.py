@@ -31,7 +31,7 @@ from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
 from stretto.order.policies import BUILT_IN, DEFAULT
-from stretto.parallelize.layout import Layout, layout_of
+from stretto.parallelize.layout import layout_of
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
@@ -54,33 +54,29 @@ class Evaluation:
         *,
         parallel: ParallelSettings | None = None,
         tp_plan: Mapping[str, Any] | None = None,
-        layout: Layout | None = None,
         order: str = DEFAULT,
         steps: int | None = None,
         search_s: float | None = None,
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, ep nor AMPipe shards the model. layout: in
-        place of these two, where it is known. order, steps, search_s, kept: as in `stretto.plan`, for its
-        forwards.
+        captured with; `parallel` may be left out where neither tp, ep nor AMPipe shards the model. order,
+        steps, search_s, kept: as in `stretto.plan`, for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
         """
-        if layout is None:
-            layout = PLAIN
-            trained = runner.plan.job
-            if parallel is None and (trained.size("tp") > 1 or trained.size("ep") > 1 or trained.chunks > 1):
-                raise UsageError(
-                    "the model is sharded over tensor- or expert-parallel ranks, or cut in chunks: give the "
-                    "parallel= that its training was captured with"
-                )
-            if parallel is not None:
-                degree = runner.plan.job.chunks if parallel.ampipe_degree == "auto" else None
-                layout = layout_of(model, parallel, tp_plan, degree)
+        layout, trained = PLAIN, runner.plan.job
+        if parallel is not None:
+            degree = trained.chunks if parallel.ampipe_degree == "auto" else None
+            layout = layout_of(model, parallel, tp_plan, degree)
+        elif trained.size("tp") > 1 or trained.size("ep") > 1 or trained.chunks > 1:
+            raise UsageError(
+                "the model is sharded over tensor- or expert-parallel ranks, or cut in chunks: give the "
+                "parallel= that its training was captured with"
+            )
         with _CAPTURING:
-            job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
+            job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
         ranks = running(runner.plan.world, runner.device)
         if ranks.size != runner.plan.world:

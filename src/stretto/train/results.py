@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
+from stretto.errors import StrettoError
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.metrics import Observed, ObservedRun
@@ -272,9 +273,14 @@ class Metrics:
                 if key in line:
                     self._board.add_scalar(name, line[key], line["step"])
 
-    def close(self) -> None:
-        """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
-        with saving(self._path), self._file:
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close the files, also where they cannot be written to their ends, which raises StrettoError; what
+        ended the run is reported, not what follows from it."""
+        reported = nullcontext() if kind is None else suppress(StrettoError)
+        with reported, saving(self._path), self._file:
             if self._board is not None:
                 self._board.close()
 

@@ -111,16 +111,17 @@ def documents(files: Sequence[TextFile], text_field: str, say: Say) -> Iterator[
     left_out: list[TextFile] = []
     for file in files:
         suffix = file.path.suffix.lower()
-        if suffix == ".jsonl":
-            yield from _jsonl(file.path, text_field)
-        elif suffix == ".parquet":
-            yield from _parquet(file.path, text_field)
-        else:
-            text = _plain(file)
-            if text is None:
+        try:
+            if suffix == ".jsonl":
+                yield from _jsonl(file.path, text_field)
+            elif suffix == ".parquet":
+                yield from _parquet(file.path, text_field)
+            elif (text := _plain(file)) is None:
                 left_out.append(file)
             elif text:
                 yield text
+        except OSError as error:
+            raise UsageError(f"data.paths: {file.path} cannot be read: {error.strerror or error}") from None
     if left_out:
         say(f"left out {len(left_out)} of {len(files)} files that are not UTF-8 text, as {left_out[0].path}")
 
@@ -133,8 +134,6 @@ def _plain(file: TextFile) -> str | None:
         where = f"a zero byte at byte {content.index(0)}"
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is not UTF-8"
-    except OSError as error:
-        raise UsageError(f"data.paths: {file.path} cannot be read: {error.strerror or error}") from None
     if file.named:
         raise UsageError(f"data.paths: {file.path} is not UTF-8 text ({where}); convert it to UTF-8")
     return None
@@ -163,8 +162,6 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
                     yield text.encode("utf-8", "replace").decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"data.paths: {path} is not UTF-8 text ({error.reason})") from None
-    except OSError as error:
-        raise UsageError(f"data.paths: {path} cannot be read: {error.strerror or error}") from None
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -186,7 +183,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
                 )
             for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise UsageError(f"data.paths: {path} cannot be read as parquet: {error}") from None
 
 
@@ -300,18 +297,12 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class GivenTokenizer:
-    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it."""
+    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it. A
+    tokenizer that `learn` made has no such tokens before, and its first behind."""
 
     tokenizer: Tokenizer
-    begin: tuple[int, ...]
-    end: int
-
-
-def learned(tokenizer: Tokenizer) -> GivenTokenizer:
-    """One that `learn` made."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    assert end is not None
-    return GivenTokenizer(tokenizer, (), end)
+    begin: tuple[int, ...] = ()
+    end: int = 0
 
 
 def given_tokenizer(model: Model) -> GivenTokenizer | None:

@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from stretto.files.say import silent
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
-from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
@@ -108,9 +107,9 @@ class Trainer:
         task = self._prepare()
         if task is None:
             return None
-        try:
+        with self.progress, self.metrics or nullcontext():
             self._train(task)
-            results = Results(
+            return Results(
                 settings=self.settings,
                 plan=self.runner.plan,
                 task=task,
@@ -123,17 +122,6 @@ class Trainer:
                 checkpoint=latest_in(self.settings.checkpoint_dir),
                 started_at_s=self.progress.started_at_s,
             )
-        except BaseException:
-            with suppress(Exception):  # what ended the run is reported, not what follows from it
-                self._close()
-            raise
-        self._close()
-        return results
-
-    def _close(self) -> None:
-        self.progress.stop()
-        if self.metrics is not None:
-            self.metrics.close()
 
     # Steps 1 to 3.
 
@@ -164,7 +152,7 @@ class Trainer:
         begin("capturing the model")
         model, loss = task.model(), task.loss
         batch = task.train(0, settings.training.global_batch)
-        layout = layout_of_run(model, settings, say)
+        layout_of_run(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
             device = self.world.device.type
@@ -193,16 +181,16 @@ class Trainer:
             cuda_graph=settings.cuda_graph,
         )
         begin("preparing the held-out loss")
-        # With "auto" the plan has chosen.
-        layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
-        self.evaluation = Evaluation(
-            *(self.runner, model, batch, loss),
-            layout=layout,
-            order=settings.planning.order,
-            steps=held_out_steps(settings.training),
-            search_s=settings.planning.search_s,
-            kept=None if kept is None else replace(kept, say=silent),  # printed for the training
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)
+            self.evaluation = Evaluation(
+                *(self.runner, model, batch, loss),
+                parallel=settings.parallel,
+                order=settings.planning.order,
+                steps=held_out_steps(settings.training),
+                search_s=settings.planning.search_s,
+                kept=None if kept is None else replace(kept, say=silent),  # printed for the training
+            )
         parameters = sum(p.numel() for p in model.parameters())
         say(
             f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, "

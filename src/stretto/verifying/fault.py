@@ -31,7 +31,7 @@ class Fault:
         return f"{text}. {self.fix}" if self.fix else text
 
 
-def listed(numbers: Iterable[int]) -> str:
-    """`3, 7 and more` : the first few of many numbers."""
-    first = list(islice(numbers, SHOWN + 1))
+def listed(things: Iterable[object]) -> str:
+    """`3, 7 and more` : the first few of many numbers or names."""
+    first = list(islice(things, SHOWN + 1))
     return ", ".join(map(str, first[:SHOWN])) + (" and more" if len(first) > SHOWN else "")

@@ -31,7 +31,8 @@ def sharding_faults(plan: Plan) -> list[Fault]:
     result = list(_axes(plan.job))
     first: dict[str, Parameter] = {}
     for parameter in plan.job.parameters:
-        result += _parameter(plan.job, parameter)
+        wrong = (*_shards(plan.job, parameter), *_partial(plan.job, parameter))
+        result += (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in wrong)
         result += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
     return result
 
@@ -44,12 +45,6 @@ def _axes(job: Job) -> Iterator[Fault]:
     for axis, size in job.axes:
         if size < 1:
             yield Fault(None, f"axis {axis}", f"has {size} ranks", "An axis has at least one")
-
-
-def _parameter(job: Job, parameter: Parameter) -> Iterator[Fault]:
-    """What is wrong with a parameter's shards, and with the axes along which its gradient is summed."""
-    result = (*_shards(job, parameter), *_partial(job, parameter))
-    yield from (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in result)
 
 
 def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from stretto.ir.action import ONCE, Phase
 from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import LOSS, ItemKind, Plan
-from stretto.ir.program import DTYPE_BYTES, GRAD, STEP_LOSS, WAIT, Op, TensorSpec
-from stretto.ir.transfers import reduced_bytes, tied_ranks
-from stretto.schedule.sums import TIED, reduces_loss
+from stretto.ir.program import STEP_LOSS, WAIT, Op
+from stretto.ir.transfers import tied_ranks
+from stretto.schedule.sums import TIED, reduces_loss, reduction
 from stretto.verifying.fault import Fault
 from stretto.verifying.trace import Event, EventKind, last_runs, trace_of
 
@@ -94,16 +94,13 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
                 continue
             size = math.prod(plan.mesh.size(axis) for axis in plan.communicator(op.lane).axes[1:])
             size *= len(plan.communicator(op.lane).ranks)
-            spec, alike = job.loss_spec, op.alias == STEP_LOSS
+            want: tuple[object, ...] = (job.loss_spec,), STEP_LOSS, size
+            dtypes = {known[name].grad_dtype for name in op.sums if axis != LOSS}
             if axis != LOSS:
-                kept = [known[name] for name in op.sums]
-                dtype, nbytes = kept[0].grad_dtype, sum(reduced_bytes(job, one, op.lane) for one in kept)
-                spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
-                alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
-                alike = op.alias == (GRAD + op.sums[0] if alone else None)
-                alike &= all(one.grad_dtype == dtype for one in kept)
-            if not alike or (op.outputs, op.args[-1]) != ((spec,), size):
-                what = f"is not the sum of {names} over {size} ranks, {spec}, in place where it is alone"
+                made = reduction(job, op.name, op.lane, size, [known[name] for name in op.sums])
+                want = made.outputs, made.alias, size
+            if len(dtypes) > 1 or (op.outputs, op.alias, op.args[-1]) != want:
+                what = f"is not the sum of {names} over {size} ranks, in place where it is alone"
                 yield Fault(rank, op.name, what, "Lower the plan again")
 
 

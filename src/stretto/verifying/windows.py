@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, defined, inputs_of, is_external
+from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import Job
 from stretto.verifying.fault import Fault
@@ -51,8 +51,8 @@ def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
     """Values that the stage may have when `phase` (F, I or W) begins: name -> the phase that brought it."""
     result: dict[str, Phase] = {}
     for before in PHASES[: PHASES.index(phase)]:
-        for name in defined(job.stages[stage].ops[before]):
-            result.setdefault(name, before)
+        for op in job.stages[stage].ops[before]:
+            result.setdefault(op.name, before)
         for edge in job.edges:
             if edge.target == stage and edge.user_phase is before:
                 result.setdefault(edge.value, before)

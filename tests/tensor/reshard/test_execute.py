@@ -38,7 +38,7 @@ def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     """A tensor so placed, made without what is tested: of a sum over an axis, its ranks have 1, 2, 3 .. times
     `full`."""
     layout = layout_on(mesh, tuple(placements))
-    where = layout.coordinate(dist.get_rank())
+    where = mesh.get_coordinate()
     local = full.new_empty(0)
     if where is not None:
         region = layout.region(tuple(full.shape), dist.get_rank())
@@ -61,7 +61,7 @@ def expected_part(
 ) -> torch.Tensor | None:
     """What this rank must keep in the end; None off the mesh. A sum that stays keeps its terms."""
     layout = layout_on(target[0], tuple(target[1]))
-    where, region = layout.coordinate(dist.get_rank()), layout.region(tuple(full.shape), dist.get_rank())
+    where, region = target[0].get_coordinate(), layout.region(tuple(full.shape), dist.get_rank())
     if where is None or region is None:
         return None
     same_mesh = source[0].mesh.tolist() == target[0].mesh.tolist()

@@ -11,10 +11,10 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA, ZEROS
+from stretto.passes.layout.op_groups import KEEP_PARTIAL, LIKE, NEW, SAME_DATA, ZEROS
 from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import rule_of
+from stretto.passes.layout.rules import passes_sums, rule_of
 
 MOST_OPS = 200
 """Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer."""
@@ -122,7 +122,8 @@ class Ahead:
         """The fewest bytes in which a partial sum becomes full: its own, or those of all that ops make of it
         that are linear in it."""
         if name not in self._bytes:
-            own, uses = self._own_bytes(name, is_scattered), self.uses.get(name, ())
+            own = self._own_bytes(name, is_scattered)
+            uses = [op for op in self.uses.get(name, ()) if op.target not in LIKE | NEW]
             if uses and name not in self.needed and all(self._is_linear(op, name) for op in uses):
                 own = min(own, sum(self._bytes_summed(op.name, is_scattered) for op in uses))
             self._bytes[name] = own
@@ -136,7 +137,7 @@ class Ahead:
         made = op.outputs[0]
         if made is None or made.dtype != spec.dtype:
             return False
-        if op.target in VIEW_OPS:
+        if op.target in VIEW_OPS or passes_sums(op):
             return True
         for together in () if reads.rule is None else reads.rule.linear:
             of = {reads.names[k] for k in together}
@@ -181,17 +182,17 @@ class Ahead:
                     label = labels[at.dim] if at.dim < len(labels) else None
                     if label is not None and label in mine and label not in reads.rule.full:
                         return sharded(mine.index(label), at.blocks)
-            if op.target not in KEEP_PARTIAL and op.target not in POINTWISE:
-                continue
-            for made in self._results(op):
+            made = self._first_result(op)
+            if made is not None and (op.target in KEEP_PARTIAL or op.target in POINTWISE):
                 after = asked.get(made) or self._best(made, placed, asked, fixed, seen)
                 result = after and dict(self.before(op, after)).get(name)
                 if result:
                     return result
         return None
 
-    def _results(self, op: Op) -> list[str]:
-        """The values that an op makes."""
+    def _first_result(self, op: Op) -> str | None:
+        """The value that an op makes; of several (a dropout's, and what it has kept) the first."""
         if len(op.outputs) == 1:
-            return [op.name]
-        return [use.name for use in self.uses.get(op.name, ()) if use.target == GETITEM]
+            return op.name
+        parts = (part for part in self.uses.get(op.name, ()) if part.target == GETITEM)
+        return next((part.name for part in parts if part.args[1] == 0), None)

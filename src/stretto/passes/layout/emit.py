@@ -35,8 +35,8 @@ GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
 
 ATTEND = "layout.attention"
 
-CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 ON_THE_RANK = {"device": Const("device", "job")}
+CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
 Outputs = tuple[TensorSpec | None, ...]
 

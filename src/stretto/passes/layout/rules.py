@@ -151,8 +151,8 @@ def _joined(op: Op, given: OpGiven) -> Iterator[Choice]:
 
 
 def _like(op: Op, given: OpGiven) -> Iterator[Choice]:
-    if given.first.is_sharded:
-        yield Choice((given.first,), (given.first,))
+    """Of a partial sum only shape, dtype and device count."""
+    yield Choice((given.first,), (given.first if given.first.is_sharded else REPLICATED,))
 
 
 def _new(op: Op, given: OpGiven) -> Iterator[Choice]:
@@ -170,9 +170,13 @@ def _of_another_axis(op: Op, given: OpGiven) -> Iterator[Choice]:
         dims = (op.args[1],)
     else:
         dims = (0,)
-    is_largest = op.target in SUMMING and "max" in op.args
-    if (at.is_sharded and not {at.dim, at.within} & {*dims}) or (at.is_sum and not is_largest):
+    if (at.is_sharded and not {at.dim, at.within} & {*dims}) or (at.is_sum and passes_sums(op)):
         yield Choice((at,), (at,))
+
+
+def passes_sums(op: Op) -> bool:
+    """Whether an op communicates along another axis, and leaves partial sums such."""
+    return RULES.get(op.target) is _of_another_axis and not (op.target in SUMMING and "max" in op.args)
 
 
 SUMMING = (REDUCE, ALL_REDUCE.target)

@@ -43,23 +43,26 @@ MEMORY = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """An op that has no rule for slices, and is computed in full. nbytes: gathered for it."""
+    """An op that cannot be computed on the slices that ranks have. nbytes: what is gathered for it; of them
+    of_parameters: of parameters."""
 
     op: Op
     nbytes: int
+    of_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedProgram:
     """placed: of all values of the global program. local: of local values. forms: of a value, by placement
-    the local values that it is. gathered: what was computed in full for want of a rule.
-    partial: roots that are partial sums still."""
+    the local values that it is. gathered: what was computed in full for want of a rule; flops_in_full: of
+    that, and of what follows of it alone. partial: roots that are partial sums still."""
 
     program: StepProgram
     placed: Mapping[str, AxisPlacement]
     local: Mapping[str, AxisPlacement]
     forms: Mapping[str, Mapping[AxisPlacement, str]]
     gathered: tuple[Gathered, ...]
+    flops_in_full: int
     partial: frozenset[str]
 
 
@@ -110,6 +113,8 @@ class _Walk:
         self.parts: dict[str, list[str]] = {}
         self.taken = {(op.args[0].name, op.args[1]): op.name for op, _ in program.ops if op.target == GETITEM}
         self.gathered: list[Gathered] = []
+        self.in_full: set[str] = set()
+        self.flops_in_full = 0
         self.inputs: dict[str, dict[str, AxisPlacement]] = {}
 
     def run(self, may_be_partial: frozenset[str]) -> ShardedProgram:
@@ -124,13 +129,21 @@ class _Walk:
         made = replace(self.program, ops=tuple(self.out.ops), given=given, roots=roots)
         values = self.values
         return ShardedProgram(
-            *(made, dict(values.placed), values.local, values.forms, tuple(self.gathered), partial)
+            made,
+            dict(values.placed),
+            values.local,
+            values.forms,
+            tuple(self.gathered),
+            self.flops_in_full,
+            partial,
         )
 
     # --- step 1 -------------------------------------------------------------------------------------------
 
     def _process(self, op: Op) -> None:
         if op.target == GETITEM:
+            if op.args[0].name in self.in_full:
+                self.in_full.add(op.name)
             if op.name not in self.values.placed:
                 self.values.same(op.name, self.parts[op.args[0].name][op.args[1]])
             return
@@ -140,14 +153,15 @@ class _Walk:
         choices = self._as_forward(op, names, list(self.choices.of(op, names)))
         priced = [(self._cost(op, names, choice), choice) for choice in choices]
         reason = MisfitError(f"{op.target} ({op.module}) reads what ranks share in another way")
-        for cost, choice in sorted(priced, key=lambda item: item[0]):
-            if cost == math.inf:
-                break
+        possible = [item for item in sorted(priced, key=lambda item: item[0]) if item[0] < math.inf]
+        for _, choice in possible:
             sends = op.target in DECOMPOSED and self.values.sends(names, choice.inputs)
             if sends and self._decomposed(op, names):
                 return
+            gathered = self._gathered_for(op, names, choice) if choice is possible[-1][1] else None
             try:
                 self._emit(op, names, choice)
+                self._note_full(op, names, choice, gathered)
                 return
             except MisfitError as error:
                 reason = error
@@ -188,8 +202,6 @@ class _Walk:
             if values.placed[name].is_partial and not at.is_partial:
                 values.place(name, at)  # a sum is taken once; what comes later adds to it
         made = (choice.emit or emit_op(choice, self.size))(self.out, op, local)
-        if all(at == REPLICATED for at in choice.inputs):
-            self._note_gathered(op, names)
         if len(op.outputs) != 1:
             self.inputs[op.name] = dict(zip(names, choice.inputs, strict=True))
             self._several(op, made[0], choice.outputs)
@@ -211,11 +223,26 @@ class _Walk:
         self.values.place(name, wish, only=True)
         return True
 
-    def _note_gathered(self, op: Op, names: Sequence[str]) -> None:
-        activations = [name for name in names if not name.startswith(PARAM)]
-        slices = [name for name in activations if self.values.placed[name].is_sharded]
-        if slices:
-            self.gathered.append(Gathered(op, sum(self.values.spec[name].nbytes for name in slices)))
+    def _gathered_for(self, op: Op, names: Sequence[str], choice: Choice) -> Gathered | None:
+        """What is gathered for an op for which there is no other choice."""
+        values = self.values
+        if any(at != REPLICATED for at in choice.inputs):
+            return None
+        slices = [
+            n for n in dict.fromkeys(names) if values.placed[n].is_sharded and values.cost(n, REPLICATED)
+        ]
+        fixed = sum(values.spec[name].nbytes for name in slices if name in values.fixed)
+        return Gathered(op, sum(values.spec[n].nbytes for n in slices), fixed) if slices else None
+
+    def _note_full(self, op: Op, names: Sequence[str], choice: Choice, gathered: Gathered | None) -> None:
+        """What follows of a value alone that is computed in full is so, too."""
+        if gathered is not None:
+            self.gathered.append(gathered)
+        made = [name for name in names if not name.startswith(PARAM)]
+        follows = made and all(name in self.in_full for name in made)
+        if gathered is not None or (follows and all(at == REPLICATED for at in choice.inputs)):
+            self.in_full.add(op.name)
+            self.flops_in_full += op.flops
 
     def _several(self, op: Op, made: str, outputs: Sequence[AxisPlacement]) -> None:
         self.parts[op.name] = []

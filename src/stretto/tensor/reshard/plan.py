@@ -1,10 +1,5 @@
 """Plans of resharding: which rank sends which box to whom, in which order, and how long that takes.
 
-    1. needs_of       the boxes that must move, and the copies that ranks make for themselves    tasks
-    2. sends_of       what the mode makes of them                                                tasks
-    3. bound_us       the time that no plan can be under
-    4. SendArranger   senders and order, the best of a few rules                                 order
-
 A plan needs no device. Each rank may make it for itself: equal input gives an equal plan. Every rank does its
 transfers in the order of the list, so no two ranks wait for each other in a circle.
 

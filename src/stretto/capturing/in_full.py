@@ -1,0 +1,78 @@
+"""What tensor-parallel ranks compute in full, because no rule says how to compute it on their slices.
+
+That is slow, and right: the user is told where it is, and refused where it would leave nothing to gain. What
+the plan replicates is meant so. An evaluation is laid out as its training, of which the user was told.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+
+from stretto.capturing.graph import Traced
+from stretto.errors import CaptureError
+from stretto.ir.axes import TENSOR
+from stretto.passes.layout.emit import GATHER, REDUCE, SCATTER
+from stretto.passes.layout.shard import Gathered, ShardedProgram
+
+MOST = 0.5
+"""Share of a step's flops, or of its parameters, that may be computed, or gathered, in full for want of a
+rule. By Amdahl's law (AFIPS 1967) no number of ranks makes the step twice as fast where it is more."""
+
+LEAST = 0.01
+"""Share of the bytes that a rank's collectives make, below which nothing is said of what is gathered so: as
+little of the time of sending is lost."""
+
+SENDING = (GATHER, REDUCE, SCATTER)
+
+NAMED = 4
+"""How many places a message names."""
+
+WAY_OUT = (
+    "compute it by other ops, or along a dim that the plan does not shard; or leave the modules that make "
+    "what it reads out of tp_plan"
+)
+
+
+def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ...] = ()) -> None:
+    """See the module. gathering: how names begin in modules that are to gather activations. Raises
+    CaptureError."""
+    unruled = [
+        one for one in made.gathered if one.of_parameters or not f"{one.op.module}.".startswith(gathering)
+    ]
+    is_training = any(gradient is not None for _, _, gradient in traced.parameters.values())
+    if not unruled or not is_training:
+        return
+    sent = sum(op.outputs[0].nbytes for op, _ in made.program.ops if op.target in SENDING and op.outputs[0])
+    if sum(one.nbytes for one in unruled) < LEAST * sent:
+        return
+    flops = made.flops_in_full / max(sum(item.op.flops for item in traced.ops), 1)
+    parameters = sum(spec.nbytes for spec, _, _ in traced.parameters.values())
+    gathered = sum(one.of_parameters for one in unruled) / max(parameters, 1)
+    text = (
+        f"ranks of {TENSOR} gather their slices for what no rule computes on slices, and each computes it in "
+        f"full: {_places(unruled)}"
+    )
+    for share, what in ((flops, "flops are computed"), (gathered, "parameters are gathered")):
+        if share > MOST:
+            raise CaptureError(
+                f"{TENSOR} has little to gain in {traced.name}: {100 * min(share, 1):.0f} % of its {what} in "
+                f"full on every rank.\n  {text}.\n  {WAY_OUT[0].upper()}{WAY_OUT[1:]}"
+            )
+    warnings.warn(f"{text}. That is right, and slow: {WAY_OUT}", stacklevel=2)
+
+
+def _places(gathered: Sequence[Gathered]) -> str:
+    """By module and op, where layers that differ by a number are one; most bytes first."""
+    nbytes: dict[tuple[str, str], int] = {}
+    for one in gathered:
+        module = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.op.module) or "the model or its loss"
+        place = module, one.op.target.split(".")[-2] if "." in one.op.target else one.op.target
+        nbytes[place] = nbytes.get(place, 0) + one.nbytes
+    largest = sorted(nbytes, key=lambda place: -nbytes[place])
+    named = [
+        f"{op} in {module} ({nbytes[module, op]:,} bytes a microbatch)" for module, op in largest[:NAMED]
+    ]
+    more = f" and {len(largest) - NAMED} more" if len(largest) > NAMED else ""
+    return ", ".join(named) + more
