@@ -47,7 +47,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedProgram:
-    """entering, leaving: the chunks of what enters the first block and leaves the last."""
+    """entering, leaving: the chunks of what enters the first block, and of what leaves the blocks and is
+    gathered there."""
 
     program: StepProgram
     entering: tuple[str, ...]
@@ -101,7 +102,9 @@ def in_chunks(
     made = shard(program, AXIS, stream.length // unit, {}, wishes, may_be_partial, IN_CHUNKS)
     unrolled = unroll(made, AXIS, [length // unit for length in lengths])
     entering = made.forms[stream.name][sharded(SEQUENCE_DIM)]
-    leaving = unrolled.chunks.get(region.leaving, ())
+    # Chunks of one length are slices in blocks when they are joined; others are gathered before.
+    left = [region.leaving, *(region.gradients if len({*lengths}) > 1 else ())]
+    leaving = tuple(chunk for name in left for chunk in unrolled.chunks.get(name, ()))
     return ChunkedProgram(unrolled.program, unrolled.chunks[entering], leaving)
 
 
@@ -135,17 +138,20 @@ class _Region:
         """Steps 1 and 3."""
         result = {self.stream.name: sharded(SEQUENCE_DIM)}
         result |= dict.fromkeys(self._left(), REPLICATED)
-        before, inside, after = self._parts(self.backward)
+        before, inside, _ = self._parts(self.backward)
         outside = {op.name for op in before}
         for name in {name: None for op in inside for name in op.uses if name in outside}:
             if self._is_like_stream(name):
                 result[name] = sharded(SEQUENCE_DIM)
+        return result | dict.fromkeys(self.gradients, REPLICATED)
+
+    @property
+    def gradients(self) -> list[str]:
+        """What the backward of the blocks makes for others, of the stream's shape."""
+        _, inside, after = self._parts(self.backward)
         own = {op.name for op in (*inside, *after) if not op.module or _inside(op, self.modules)}
-        for op in after:
-            for name in op.uses if op.module else ():
-                if name in own and self._is_like_stream(name):
-                    result[name] = REPLICATED
-        return result
+        names = dict.fromkeys(name for op in after if op.module for name in op.uses if name in own)
+        return list(filter(self._is_like_stream, names))
 
     def _parts(self, ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op], Sequence[Op]]:
         """The ops before, in and after the modules."""
