@@ -51,7 +51,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
     may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
-    wishes = {**stream(program, tensor), **entering_mixtures(program, tensor)}
+    wishes = {**stream(program, tensor), **entering_in_full(program, tensor)}
     try:
         made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
     except MisfitError as error:
@@ -59,7 +59,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
             'give layouts = "patched"'
         ) from None
-    check_in_full(traced, made, _mixtures(tensor))
+    check_in_full(traced, made, _gathering(tensor))
     low = lower(made.program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
@@ -160,10 +160,10 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
     )
 
 
-def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
-    """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
-    all tokens, so that no rank has to be told what another's has chosen."""
-    inside = _mixtures(tensor)
+def entering_in_full(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+    """With sequence parallelism: what enters a module that gathers is gathered there once. A router sees all
+    tokens, so that no rank has to be told what another's has chosen."""
+    inside = _gathering(tensor)
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
@@ -176,9 +176,13 @@ def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str,
     return result
 
 
-def _mixtures(tensor: TensorParallel) -> tuple[str, ...]:
-    """How names begin in modules with experts, which with sequence parallelism gather what they are given."""
+def _gathering(tensor: TensorParallel) -> tuple[str, ...]:
+    """How names begin in modules that with sequence parallelism gather what they are given, for what in them
+    is replicated as well: those with experts, and those with a head of keys that all ranks share."""
     if tensor.first is None:
         return ()
-    blocks = tensor.first.rpartition(".")[0]
-    return tuple(f"{name}." for name in mixtures(full_inside(blocks, tensor.modules), tensor.modules))
+    inside = full_inside(tensor.first.rpartition(".")[0], tensor.modules)
+    shared = [name for name, of in tensor.shards.items() if of.copies == tensor.size]
+    found = {*mixtures(inside, tensor.modules)}
+    found |= {name for name in inside if any(one.startswith(f"{name}.") for one in shared)}
+    return tuple(f"{name}." for name in sorted(found))
