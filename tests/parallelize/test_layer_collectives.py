@@ -38,6 +38,9 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "gpt, dropout": lambda layers: gpt(layers=layers, dropout=0.3),
     "gpt2": lambda layers: gpt2(n_layer=layers),
     "llama": lambda layers: small("LlamaForCausalLM", num_hidden_layers=layers),
+    "llama, one head of keys": lambda layers: small(
+        "LlamaForCausalLM", num_hidden_layers=layers, num_key_value_heads=1
+    ),
     "qwen2": lambda layers: small("Qwen2ForCausalLM", num_hidden_layers=layers),
     "gemma2": lambda layers: small(
         "Gemma2ForCausalLM", num_hidden_layers=layers, head_dim=8, layer_types=["full_attention"] * layers
@@ -50,7 +53,8 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 TABLE: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
     **dict.fromkeys(
-        ("gpt", "gpt, dropout", "gpt2", "llama", "qwen2", "gemma2"), ((TP, 4, 8_192), (SP, 8, 16_384))
+        ("gpt", "gpt, dropout", "gpt2", "llama", "llama, one head of keys", "qwen2", "gemma2"),
+        ((TP, 4, 8_192), (SP, 8, 16_384)),
     ),
     **dict.fromkeys(
         ("mixtral", "mixtral, grouped"),
@@ -61,6 +65,8 @@ TABLE: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
 }
 """(layout, collectives, bytes) a layer and microbatch, counted when forwards of modules were replaced to be
 those of Megatron-LM: the most that a layer may send. Bytes are of what each op is given."""
+
+HUGGINGFACE = set(TABLE) - {"gpt", "gpt, dropout", "moe", "moe, capacity"}
 
 FAST = (("moe", SP), ("mixtral, grouped", TP), ("gpt, dropout", SP))
 
@@ -73,13 +79,8 @@ CELLS = [
 
 def sent(name: str, layout: dict[str, Any], layers: int) -> Counter[tuple[str, int]]:
     is_own = name.startswith("moe")
-    loss = (
-        moe_token_sum
-        if is_own
-        else next_token_loss
-        if name.startswith("gpt") and name != "gpt2"
-        else huggingface_loss
-    )
+    own_loss = moe_token_sum if is_own else next_token_loss
+    loss = huggingface_loss if name in HUGGINGFACE else own_loss
     batch = mixture_batch() if is_own else batch_of(4)
     job = capture(MODELS[name](layers), batch, loss, Parallel(microbatches=2, **layout))
     return Counter(collectives(job))

@@ -101,9 +101,10 @@ def _along_tensor(
             "heads of keys, or some the style 'replicated'"
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
-    wishes = {**wishes, **entering_mixtures(program, tensor)}
+    gathering = _gathering(tensor, shards)
+    wishes = {**wishes, **entering_in_full(program, gathering)}
     made = shard(program, TENSOR, size, placed, wishes, _may_be_partial(traced))
-    check_in_full(traced, made, _mixtures(tensor))
+    check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made
 
 
@@ -213,10 +214,9 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
     return {entering.name: sharded(SEQUENCE_DIM)}
 
 
-def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
-    """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
-    all tokens, so that no rank has to be told what another's has chosen."""
-    inside = _mixtures(tensor)
+def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str, AxisPlacement]:
+    """What enters a module that gathers is gathered there once. A router sees all tokens, so that no rank has
+    to be told what another's has chosen. inside: how names begin in such modules."""
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
@@ -229,6 +229,10 @@ def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str,
     return result
 
 
-def _mixtures(tensor: TensorParallel) -> tuple[str, ...]:
-    """How names begin in modules with experts, which with sequence parallelism gather what they are given."""
-    return () if tensor.first is None else tuple(f"{name}." for name in tensor.mixtures)
+def _gathering(tensor: TensorParallel, shards: Mapping[str, Shard]) -> tuple[str, ...]:
+    """How names begin in modules that with sequence parallelism gather what they are given, for what in them
+    is replicated as well: those with experts, and those with a head of keys that all ranks share."""
+    if tensor.first is None:
+        return ()
+    shared = (name.rsplit(".", 2)[0] for name, of in shards.items() if of.copies == tensor.size)
+    return tuple(f"{name}." for name in sorted({*tensor.mixtures, *shared}))
