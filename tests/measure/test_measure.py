@@ -203,10 +203,13 @@ def test_large_axes_are_measured_small() -> None:
     assert fitting(Mesh((("tp", 4),))).sizes == (("tp", 4),)
     assert fitting(Mesh((("dp", 64), ("tp", 2)))).sizes == (("dp", 4), ("tp", 2))
     cost = CollectiveCost(Curve(((0.0, 10.0), (100.0, 30.0))), 8.0, 0.0, "x")
-    assert scaled(cost, 2, 2) is cost
-    wide = scaled(cost, 2, 4)
+    assert scaled(cost, "all_gather", 2, 2) is cost
+    wide = scaled(cost, "all_gather", 2, 4)
     assert wide.curve.points == ((0.0, 30.0), (100.0, 60.0)), "3 steps for 1; 3/4 of the bytes for 1/2"
     assert wide.processor_us_per_mb == 12.0
+    ring = scaled(cost, "permute_next", 2, 4)
+    assert ring.curve == cost.curve, "one message each, however many there are"
+    assert ring.processor_us_per_mb == 8.0
 
 
 @pytest.mark.parametrize("target", STARTS)
@@ -218,6 +221,8 @@ def test_starts_make_the_buffer_of_their_result(target: str) -> None:
         "comm.reduce_scatter": (2, "sum"),
         "comm.all_to_all": (4,),
         "comm.all_to_all_sized": (4, ((1, 3), (3, 1))),
+        "comm.permute_next": (4,),
+        "comm.permute_previous": (4,),
     }[target]
     made = function_of(target, CPU)(x, *how, "tp", 2)
     assert made.shape == (rows, 3)

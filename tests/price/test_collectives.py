@@ -77,6 +77,14 @@ def test_no_bytes_take_the_latency_whatever_the_rates(kind: str, fabric: Fabric,
     assert collective_us(kind, 0, Group(*at), fabric) == collective_us(kind, 0, Group(*at), slow) > 0
 
 
+@given(FABRICS, GROUPS, NBYTES)
+def test_a_permutation_is_a_message_however_many_there_are(
+    fabric: Fabric, at: tuple[int, int], nbytes: float
+) -> None:
+    permuted = collective_us("permute_next", nbytes, Group(*at), fabric)
+    assert permuted == collective_us("send", nbytes, Group(2, 1) if at[1] == 1 else Group(1, 2), fabric)
+
+
 def test_a_group_of_one_takes_no_time() -> None:
     assert collective_us("all_reduce", 1e9, Group(1, 1), device("h100").fabric()) == 0.0
 

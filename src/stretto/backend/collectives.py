@@ -18,6 +18,8 @@ from stretto.ir.collectives import (
     ALL_TO_ALL,
     ALL_TO_ALL_SIZED,
     KINDS,
+    PERMUTE_NEXT,
+    PERMUTE_PREVIOUS,
     REDUCE_SCATTER,
     How,
     Kind,
@@ -44,6 +46,18 @@ def _all_to_all(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGr
     return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
 
 
+def _permute(kind: Kind) -> Call:
+    """By the library's all-to-all, in which a member sends to one and receives from one."""
+
+    def call(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
+        rows, me, size = value.shape[0], dist.get_rank(group), dist.get_world_size(group)
+        sent = [b - a for a, b in kind.gives(rows, me, size, how)]
+        received = [b - a for a, b in kind.gets(rows, me, size, how)]
+        return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
+
+    return call
+
+
 CALLS: dict[str, Call] = {
     ALL_REDUCE.name: _all_reduce,
     ALL_GATHER.name: lambda result, value, group, _: _all_gather(result, value, group=group, async_op=True),
@@ -52,6 +66,8 @@ CALLS: dict[str, Call] = {
     ),
     ALL_TO_ALL.name: _all_to_all,
     ALL_TO_ALL_SIZED.name: _all_to_all,
+    PERMUTE_NEXT.name: _permute(PERMUTE_NEXT),
+    PERMUTE_PREVIOUS.name: _permute(PERMUTE_PREVIOUS),
 }
 """The library's own call of each kind that programs have."""
 

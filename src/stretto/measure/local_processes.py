@@ -58,7 +58,7 @@ def measure_between(
     collectives = {}
     for (axis, kind), one in result.collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
-        cost = scaled(cost, small.size(axis), mesh.size(axis))
+        cost = scaled(cost, kind, small.size(axis), mesh.size(axis))
         collectives[axis, kind] = replace(one, cost=cost)
     if result.link is None:
         return Between(None, collectives)

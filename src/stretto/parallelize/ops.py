@@ -179,7 +179,7 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
     """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
     another that sums nothing."""
-    if kind.splits:
+    if kind.shape(x.shape, size) is None:
         check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
     back = KINDS[kind.gradient]
     return _pair(

@@ -150,7 +150,7 @@ def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> Gr
         return abs(math.log2(group.members / members)), abs(math.log2(group.stride / stride))
 
     best = min(known, key=distance)
-    cost = scaled(best.cost, best.members, members)
+    cost = scaled(best.cost, kind, best.members, members)
     if best.stride != stride:
         cost = replace(cost, source=f"{cost.source}; ranks {best.stride} apart for {stride}")
     return GroupTiming(kind, members, stride, best.hosts, cost, best.calls, best.spread)

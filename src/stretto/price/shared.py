@@ -39,13 +39,14 @@ def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     )
 
 
-def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
-    """The cost of a ring of `wish` members from that of one of `members`: latency goes with the steps, n - 1,
-    and bytes with (n - 1) / n."""
+def scaled(cost: CollectiveCost, kind: str, members: int, wish: int) -> CollectiveCost:
+    """The cost of a collective of `wish` members from that of one of `members`: latency goes with the kind's
+    steps, and bytes with what each member sends (of a ring n - 1, and (n - 1) / n)."""
     if members == wish:
         return cost
-    steps = (wish - 1) / (members - 1)
-    part = steps * members / wish
+    row = KINDS[kind]
+    steps = row.steps(wish) / row.steps(members)
+    part = row.moved(wish) / row.moved(members)
     latency = cost.curve.points[0][1]
     points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
     return replace(
