@@ -11,7 +11,7 @@ from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import Arg, Op, Ref, TensorSpec
-from stretto.passes.layout.emit import Emitter
+from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, Emitter
 from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
 from stretto.passes.layout.placement import (
     HIGHEST,
@@ -159,7 +159,18 @@ def _new(op: Op, given: Given) -> Iterator[Choice]:
     yield Choice((given.first,), (REPLICATED,))
 
 
+def _of_another_axis(op: Op, given: Given) -> Iterator[Choice]:
+    """What another axis brings together along one dim, and what it sums, leaves other dims alone."""
+    at = given.first
+    dim = None if op.target == REDUCE else op.args[1]
+    if at.is_sharded and dim not in (at.dim, at.within):
+        yield Choice((at,), (at,))
+    elif at.is_sum and op.target != GATHER and "max" not in op.args:
+        yield Choice((at,), (at,))
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(LAYOUT_OPS, _of_another_axis),
     "aten.amax.default": _highest,
     **dict.fromkeys(SPLITS, _pieces),
     CAT: _joined,
