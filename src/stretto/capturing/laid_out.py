@@ -25,7 +25,8 @@ from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.slices import SEQUENCE_DIM
 from stretto.parallelize.tensor import TensorParallel
-from stretto.passes.layout.context import sequence_of, sequences
+from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.context import rows_of_masks, sequence_of, sequences
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
@@ -82,8 +83,9 @@ def _along_context(
         raise UsageError(
             f"cp: a sequence of {length} cannot be shared equally by {size} ranks: change one of them"
         )
-    parts = sequences(program, length, traced.full)
-    return shard(program, CP.name, size, {}, {}, may_be_partial, parts)
+    best, above = rows_of_masks(Ahead(program, size, dict(program.given)))
+    parts = sequences(program, length, traced.full, above - best.keys())
+    return shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
 
 
 def _along_tensor(

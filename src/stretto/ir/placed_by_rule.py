@@ -123,7 +123,11 @@ def with_parts(
     moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
     free = moved or any(given[at].free for at in parts)
     return tuple(
-        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
+        Placement(
+            "part",
+            tuple(dict.fromkeys(a for f in alike for a in f[k].at)),
+            free=free or any(made[k].kind == "sum" for made in result),
+        )
         if p.kind == "part"
         else p
         for k, p in enumerate(first)

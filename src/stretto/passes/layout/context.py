@@ -1,18 +1,21 @@
 """Rules for a sequence that ranks share: attention of a rank's own queries, and means over all tokens.
 
 1. Queries are sharded along the sequence, keys and values are gathered: a rank has its rows of what is hidden
-   behind the diagonal. Backward, each rank has addends of the gradients of all keys and values.
+   behind the diagonal. Backward, each rank has addends of the gradients of all keys and values, which are
+   scattered at once.
 2. A mean over tokens is the sum of what ranks add up over the sum of what they count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from stretto.ir.op_names import ATTENTION_BACKWARD, CAUSAL_AT
 from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
-from stretto.passes.layout.emit import REDUCE, SLICE, Emitter
+from stretto.ir.dims import operands
+from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.emit import REDUCE, SCATTER, SLICE, Emitter
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
 from stretto.passes.layout.program import StepProgram
@@ -38,20 +41,40 @@ def sequence_of(batch: Sequence[tuple[str, TensorSpec]]) -> int:
     return max(shapes[True]) or max(shapes[False])
 
 
+def rows_of_masks(ahead: Ahead) -> tuple[dict[str, AxisPlacement], frozenset[str]]:
+    """Of masks, a rank needs the rows of its queries: how what they are made of is best placed for that, and
+    all that they are made of."""
+    best: dict[str, AxisPlacement] = {}
+    above: set[str] = set()
+    for op in reversed(ahead.made.values()):
+        if op.target in CAUSAL_AT and op.target not in ATTENTION_BACKWARD:
+            for name in operands(op)[3:]:
+                spec = ahead.spec(name)
+                if spec is not None and spec.shape[-2] > 1:
+                    best[name] = sharded(len(spec.shape) - 2)
+                above.add(name)
+        if op.name in above:
+            above.update(op.uses)
+            if op.name in best and len(op.outputs) == 1:
+                for name, at in ahead.before(op, best[op.name]):
+                    best.setdefault(name, at)
+    return best, frozenset(above)
+
+
 def sequences(
-    program: StepProgram, length: int, full: Collection[str]
-) -> Mapping[str, AxisPlacement]:
+    program: StepProgram, length: int, full: Collection[str], for_masks: Collection[str]
+) -> dict[str, AxisPlacement]:
     """What is as long as the sequence, of which each rank computes its part: leaves of the batch, and
-    positions. full: leaves that every microbatch takes in full."""
+    positions. full: leaves that every microbatch takes in full; for_masks: what only masks are made of."""
     result: dict[str, AxisPlacement] = {}
     for name, spec in program.given.items():
         kind, _, leaf = name.partition("/")
         if kind == "batch" and len(spec.shape) > SEQUENCE_DIM and leaf not in full:
-            if spec.shape[SEQUENCE_DIM] == length:
+            if name not in for_masks and spec.shape[SEQUENCE_DIM] == length:
                 result[name] = sharded(SEQUENCE_DIM)
     for op, _ in program.ops:
         made = op.outputs[0] if op.target in ARANGES else None
-        if made is not None and made.shape == (length,):
+        if made is not None and made.shape == (length,) and op.name not in for_masks:
             result[op.name] = sharded(0)
     return result
 
@@ -87,8 +110,9 @@ def _attention(op: Op, given: Given) -> Iterator[Choice]:
     inputs = tuple(
         sharded(labels.index(label)) if label in labels else REPLICATED for labels in rule.inputs
     )
+    # What is scattered has keys where the queries' gradient has queries.
     outputs = tuple(
-        sharded(labels.index(label)) if label in labels else PARTIAL if backward else REPLICATED
+        sharded(labels.index(label)) if label in labels else sharded(QUERY_DIM) if backward else REPLICATED
         for labels in rule.outputs
     )
     for place, spec in zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True):
@@ -104,7 +128,13 @@ def _attention(op: Op, given: Given) -> Iterator[Choice]:
             rows = out.specs[local[queries]]
             kwargs["attn_mask"] = Ref(_hidden(out, op.name, keys, rows.dtype))
         flops = op.flops // out.size
-        return (out.emit(op.target, *args, name=op.name, kwargs=kwargs, flops=flops, random=op.random),)
+        made = out.emit(op.target, *args, name=op.name, kwargs=kwargs, flops=flops, random=op.random)
+        if not backward:
+            return (made,)
+        parts = [Ref(out.emit(GETITEM, Ref(made), k, name=f"{op.name}_{k}")) for k in range(len(op.outputs))]
+        how = (QUERY_DIM, 1, out.axis, out.size)
+        scattered = [out.emit(SCATTER, part, *how, name=f"{part.name}_own") for part in parts[1:]]
+        return parts[0].name, *scattered
 
     yield Choice(inputs, outputs, emit)
 

@@ -68,11 +68,12 @@ def shard(
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
     parts: Mapping[str, AxisPlacement] | None = None,
+    best: Mapping[str, AxisPlacement] | None = None,
 ) -> ShardedProgram:
     """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
     placement, as soon as it is made. may_be_partial: roots beside gradients. parts: value that all ranks have ->
-    how its parts are read where that is enough. Raises MisfitError."""
-    return _Walk(program, axis, size, placed, wishes, parts or {}).run(may_be_partial)
+    how its parts are read where that is enough. best: value -> how it is read later. Raises MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, parts or {}, best or {}).run(may_be_partial)
 
 
 class _Walk:
@@ -88,6 +89,7 @@ class _Walk:
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
         parts: Mapping[str, AxisPlacement],
+        best: Mapping[str, AxisPlacement],
     ) -> None:
         self.program, self.size, self.asked, self.in_parts = program, size, dict(wishes), parts
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
@@ -98,7 +100,7 @@ class _Walk:
         ahead = Ahead(program, size, specs)
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
-        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
+        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(best)
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
         self.choices = Choices(self.values, ahead, self.asked, self.wanted, later, size)
