@@ -31,7 +31,7 @@ from tests.verifying.random_tensors import random_tensors
 ROWS = 64
 """Of the batch; a gather may give up to eight times as many, a scatter an eighth."""
 
-AXES = ("dp", "cp", "ep", "tp")
+AXES = ("dp", "ep", "tp")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 

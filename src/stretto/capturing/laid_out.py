@@ -1,9 +1,9 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
 1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
-   leaves (`stretto.passes.layout.context`). Placements of parameters come from the plan that is read for the patched way as well
-   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
-   the sequence.
+   leaves (`stretto.passes.layout.context`). Placements of parameters over tp come from the plan that is read
+   for the patched way as well (`stretto.parallelize.tensor`); with sequence parallelism, what enters the
+   first block is sharded along the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -53,13 +53,19 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             made = along(program, traced, layout, may_be_partial)
         except MisfitError as error:
             raise CaptureError(
-                f"the passes of layouts do not fit {traced.name} along {axis} ({error}): leave the module out of "
-                'tp_plan, or give layouts = "patched" without cp'
+                f"the passes of layouts do not fit {traced.name} along {axis} ({error}): leave the module "
+                'out of tp_plan, or give layouts = "patched" without cp'
             ) from None
         if made is None:
             continue
         for one in made.gathered:
-            _log.debug("%s (%s) is computed in full along %s: %d bytes", one.op.target, one.op.module, axis, one.nbytes)
+            _log.debug(
+                "%s (%s) is computed in full along %s: %d bytes",
+                one.op.target,
+                one.op.module,
+                axis,
+                one.nbytes,
+            )
         program = made.program
         first.update(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
         for root in made.partial:
@@ -77,7 +83,8 @@ def _along_context(
     length = sequence_of([leaf for leaf in traced.batch if leaf[0] not in traced.full])
     if not length:
         raise UsageError(
-            f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: drop cp"
+            f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
+            "drop cp"
         )
     if length % size:
         raise UsageError(

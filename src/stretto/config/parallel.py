@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
 from stretto.config.stage_text import read_stages
-from stretto.errors import UsageError, meant
+from stretto.errors import meant
 from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
@@ -108,8 +108,8 @@ class ParallelSettings(Settings):
     one part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Context-parallel ranks, which share the sequence of every sample: what tokens compute by themselves is
-    computed on a rank's own, attention of its queries on the keys of all. The sequence is a multiple of it."""
+    """Context-parallel ranks, which share the sequence of every sample: each computes its own tokens, and
+    attention of their queries to the keys of all. The sequence is a multiple of it."""
     cp_kind: Literal["gathered"] = "gathered"
     """How context-parallel ranks get the keys and values of others: "gathered" at once, before attention."""
     layouts: Literal["patched", "passes"] = "patched"
@@ -226,7 +226,7 @@ class ParallelSettings(Settings):
             for key, idle in (("ep", self.ep == 1), ("ampipe_degree", uncut)):
                 if not idle and self.cp > 1:
                     raise ValueError(
-                        f"{key} = {getattr(self, key)!r} does not go with cp = {self.cp} yet: drop one of them"
+                        f"{key} = {getattr(self, key)!r} does not go with cp = {self.cp} yet: drop one"
                     )
                 if not idle:
                     raise ValueError(

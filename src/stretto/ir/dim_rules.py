@@ -176,7 +176,13 @@ def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         (_B, _H, _S, _D), (_B, _heads(k, q), _T, _D), (_B, _heads(v, q), _T, _E)
     ]  # fmt: skip
     outs += [() if s is None else (_B, _H, _S, _T)[4 - len(s.shape) :] for s in op.outputs[3:]]
-    return Dims(tuple(inputs), tuple(outs), full=frozenset((_T, _D, _E)) | _in_order(op), summed=summed, linear=each(0))
+    return Dims(
+        tuple(inputs),
+        tuple(outs),
+        full=frozenset((_T, _D, _E)) | _in_order(op),
+        summed=summed,
+        linear=each(0),
+    )
 
 
 _NONE, _MEAN = 0, 1

@@ -22,8 +22,8 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. by: as the setting `layouts`. context: ranks that share
-    the sequence."""
+    """Each is None where there is nothing of the kind. by: as the setting `layouts`. context: ranks that
+    share the sequence."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None

@@ -173,9 +173,7 @@ def _fault(rank: int, axis: str, op: Op, trouble: Trouble) -> Fault:
     return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
-def _gradients(
-    plan: Plan, axis: str, placers: list[Placer], specs: dict[str, TensorSpec]
-) -> Iterator[Fault]:
+def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of sharded parameters are sharded with them, others are full or partial sums, as they say."""
     for parameter in plan.job.parameters:
         where, partial = f"parameter {parameter.name}", axis in parameter.partial

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+from stretto.ir.dims import operands
 from stretto.ir.op_names import ATTENTION_BACKWARD, CAUSAL_AT
 from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
-from stretto.ir.dims import operands
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import REDUCE, SCATTER, SLICE, Emitter
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
@@ -69,9 +69,9 @@ def sequences(
     result: dict[str, AxisPlacement] = {}
     for name, spec in program.given.items():
         kind, _, leaf = name.partition("/")
-        if kind == "batch" and len(spec.shape) > SEQUENCE_DIM and leaf not in full:
-            if name not in for_masks and spec.shape[SEQUENCE_DIM] == length:
-                result[name] = sharded(SEQUENCE_DIM)
+        of_tokens = kind == "batch" and leaf not in full and name not in for_masks
+        if of_tokens and spec.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (length,):
+            result[name] = sharded(SEQUENCE_DIM)
     for op, _ in program.ops:
         made = op.outputs[0] if op.target in ARANGES else None
         if made is not None and made.shape == (length,) and op.name not in for_masks:
@@ -107,9 +107,7 @@ def _attention(op: Op, given: Given) -> Iterator[Choice]:
     if causal and ("attn_mask" in dict(op.kwargs) or keys != given.specs[queries].shape[QUERY_DIM]):
         return
     label = rule.inputs[queries][QUERY_DIM]
-    inputs = tuple(
-        sharded(labels.index(label)) if label in labels else REPLICATED for labels in rule.inputs
-    )
+    inputs = tuple(sharded(labels.index(label)) if label in labels else REPLICATED for labels in rule.inputs)
     # What is scattered has keys where the queries' gradient has queries.
     outputs = tuple(
         sharded(labels.index(label)) if label in labels else sharded(QUERY_DIM) if backward else REPLICATED

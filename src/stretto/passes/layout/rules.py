@@ -163,9 +163,8 @@ def _of_another_axis(op: Op, given: Given) -> Iterator[Choice]:
     """What another axis brings together along one dim, and what it sums, leaves other dims alone."""
     at = given.first
     dim = None if op.target == REDUCE else op.args[1]
-    if at.is_sharded and (dim is None or dim not in (at.dim, at.within)):
-        yield Choice((at,), (at,))
-    elif at.is_sum and op.target != GATHER and "max" not in op.args:
+    apart = at.is_sharded and (dim is None or dim not in (at.dim, at.within))
+    if apart or (at.is_sum and op.target != GATHER and "max" not in op.args):
         yield Choice((at,), (at,))
 
 

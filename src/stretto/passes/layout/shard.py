@@ -71,8 +71,9 @@ def shard(
     best: Mapping[str, AxisPlacement] | None = None,
 ) -> ShardedProgram:
     """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
-    placement, as soon as it is made. may_be_partial: roots beside gradients. parts: value that all ranks have ->
-    how its parts are read where that is enough. best: value -> how it is read later. Raises MisfitError."""
+    placement, as soon as it is made. may_be_partial: roots beside gradients. parts: value that all ranks
+    have -> how its parts are read where these are enough. best: value -> how it is read later. Raises
+    MisfitError."""
     return _Walk(program, axis, size, placed, wishes, parts or {}, best or {}).run(may_be_partial)
 
 
