@@ -211,4 +211,4 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> No
 
 def test_a_batch_without_a_sequence_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no leaf of it is \(batch, sequence\) or more: drop cp"):
-        capture(nn.Linear(3, 3), torch.ones(4), lambda model, x: model(x[:3]).sum(), context())
+        capture(nn.Linear(1, 3), torch.ones(4), lambda model, x: model(x[:, None]).sum(), context())

@@ -31,7 +31,7 @@ from tests.verifying.random_tensors import random_tensors
 ROWS = 64
 """Of the batch; a gather may give up to eight times as many, a scatter an eighth."""
 
-AXES = ("dp", "ep", "tp")
+AXES = ("dp", "cp", "ep", "tp")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -221,6 +221,8 @@ class _Graph:
         size = self.sizes[axis]
         source = self.draw.choice(own[-3:])
         rows, *rest = self.specs[source].shape or (0,)
+        if axis == "cp" and kind != "all_gather":
+            return []  # nothing differs along it, so that nothing is summed
         if kind == "all_gather":
             rows *= size
         elif kind == "reduce_scatter":

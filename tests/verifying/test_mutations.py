@@ -105,7 +105,7 @@ def test_programs_are_of_all_kinds() -> None:
         seen.update(kinds)
     wanted = {f"world {world}" for world in (2, 3, 4, 6, 8)} | {"drawn", "gpipe", "1f1b", "zb-h1", "zb-h2"}
     wanted |= {f"{what} {mode}" for what in ("asked", "made") for mode in ("off", "local", "window")}
-    wanted |= {"dp", "ep", "tp", "pairs", "virtual stages", "skips", "ties", "repeated ops"}
+    wanted |= {"dp", "cp", "ep", "tp", "pairs", "virtual stages", "skips", "ties", "repeated ops"}
     wanted.add("messages in parts")
     wanted |= {f"{kind} on tp" for kind in ("all_reduce", "all_gather", "reduce_scatter")}
     assert not wanted - seen.keys()
