@@ -99,7 +99,7 @@ def test_shared_heads_equal_the_plain_model(
     kind: str, heads: int, layout: dict[str, Any], layouts: str
 ) -> None:
     job = equals_plain(KINDS[kind](heads), {**layout, "layouts": layouts}, ROUNDED.get(kind, 1e-10))
-    if layouts == "passes" and "eager" in kind and heads == 1:
+    if layouts == "passes" and kind in ("gemma2", "llama, eager attention") and heads == 1:
         return  # gradients of repeated keys are summed at once, and the parameters are replicated
     (keys,) = (p for p in job.parameters if p.name == "model.layers.1.self_attn.k_proj.weight")
     if layout["tp"] > heads:

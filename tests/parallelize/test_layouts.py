@@ -108,7 +108,8 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 @pytest.mark.parametrize("layout", [TP, {"tp": 4, "pp": 2}], ids=str)
 def test_an_encoder_with_a_mask_equals_the_plain_model(layout: dict[str, Any]) -> None:
-    """Its norms are behind the residuals, and its head is tied to its table."""
+    """Its norms are behind the residuals, and its head is tied to its table. A bias of keys has no gradient:
+    a softmax does not see what all scores have alike."""
     sizes = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = from_transformers("BertForMaskedLM", **{**sizes, **dropouts, "pad_token_id": 0}).double()
@@ -116,7 +117,8 @@ def test_an_encoder_with_a_mask_equals_the_plain_model(layout: dict[str, Any]) -
     mask[1, 6:] = 0
     batch = {**batch_of(), "attention_mask": mask}
     job = capture(model, batch, own_loss, by_passes(**layout), tp_plan=BERT)
-    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, own_loss, batch)
+    plan = stretto.plan(job, cores(), order="list")
+    assert_plan_is_plain(plan, model, own_loss, batch, least=1e-3)
 
 
 @pytest.mark.parametrize("layout", [TP, {**SP, "dp": 2}], ids=str)

@@ -26,8 +26,8 @@ from tests.parallelize.unproved import without_proof
 
 FEW, LEAN, MANY = range(20), range(60), range(20, 660)
 TOLERANCE = 1e-9
-ACCEPTED = 0.35
-"""The least share of networks that are captured."""
+ACCEPTED = {"patched": 0.35, "passes": 0.75}
+"""The least share of networks that are captured. By passes only plans are refused."""
 
 WAY_OUT = re.compile(
     r"(?:^|[.:;,)]\s+|\bor )"
@@ -99,7 +99,7 @@ def differences(plan: Plan, network: Network) -> list[str]:
 def faults(seeds: range, layouts: str = "patched") -> list[str]:
     """All that is neither right nor refused."""
     counts = Counter(outcome(seed, layouts) for seed in seeds)
-    assert counts["right"] >= ACCEPTED * len(seeds), counts
+    assert counts["right"] >= ACCEPTED[layouts] * len(seeds), counts
     return [one for one in counts if one not in ("right", "refused")]
 
 

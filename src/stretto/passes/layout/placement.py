@@ -110,7 +110,7 @@ def viewed(
     inner = where_cut(before, placement.dim, placement.blocks)
     places = [replace(placement, dim=dim, blocks=blocks) for dim, blocks in cuts_at(after, inner)]
     fitting = next((place for place in places if fits(place, after, size)), None)
-    if fitting is None and placement.copies == placement.blocks == 1:
+    if fitting is None and placement.copies == 1:
         return _in_two(after, inner, size)
     return fitting
 
