@@ -209,6 +209,12 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> No
         capture(gpt(), batch_of(), next_token_loss, context(**given))
 
 
+def test_attention_of_kernels_without_a_rule_is_refused() -> None:
+    """For a CUDA that need not be here."""
+    with pytest.raises(UsageError, match=r"computes attention by .* plan for processors, or drop cp"):
+        capture(gpt(), batch_of(), next_token_loss, context(), precision="bf16", device="cuda")
+
+
 def test_a_batch_without_a_sequence_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no leaf of it is \(batch, sequence\) or more: drop cp"):
         capture(nn.Linear(1, 3), torch.ones(4), lambda model, x: model(x[:, None]).sum(), context())

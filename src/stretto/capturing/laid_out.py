@@ -21,6 +21,7 @@ from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import CP, TENSOR
+from stretto.ir.op_names import ATTENTION
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.slices import SEQUENCE_DIM
@@ -92,7 +93,14 @@ def _along_context(
         )
     best, above = rows_of_masks(Ahead(program, size, dict(program.given)))
     parts = sequences(program, length, traced.full, above - best.keys())
-    return shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
+    made = shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
+    for one in made.gathered:
+        if one.op.target in ATTENTION:
+            raise UsageError(
+                f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
+                "compute the rows of their own queries yet: plan for processors, or drop cp"
+            )
+    return made
 
 
 def _along_tensor(
