@@ -83,6 +83,17 @@ def test_keys_and_values_move_once_each_way() -> None:
     assert {spec.numel for op in gathers for spec in op.outputs if spec is not None} == {2 * 8 * 2 * 8}
 
 
+def test_tokens_that_are_one_more_than_the_sequence() -> None:
+    """Inputs and targets are slices of them."""
+    tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(3))
+    model = gpt().double()
+    job = capture(model, tokens, next_token_loss, context())
+    embedded = next(op for op in ops_of(job) if op.target == "aten.embedding.default")
+    assert embedded.outputs[0] is not None
+    assert embedded.outputs[0].shape[:2] == (2, 4)
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, next_token_loss, tokens)
+
+
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch, use_cache=False).loss  # type: ignore[no-any-return]
 

@@ -81,7 +81,8 @@ def _along_context(
     size = layout.context
     if size == 1:
         return None
-    length = sequence_of([leaf for leaf in traced.batch if leaf[0] not in traced.full])
+    ahead = Ahead(program, size, dict(program.given))
+    length = sequence_of(ahead, traced.full)
     if not length:
         raise UsageError(
             f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
@@ -91,7 +92,7 @@ def _along_context(
         raise UsageError(
             f"cp: a sequence of {length} cannot be shared equally by {size} ranks: change one of them"
         )
-    best, above = rows_of_masks(Ahead(program, size, dict(program.given)))
+    best, above = rows_of_masks(ahead)
     parts = sequences(program, length, traced.full, above - best.keys())
     made = shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
     for one in made.gathered:

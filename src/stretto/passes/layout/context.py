@@ -1,8 +1,8 @@
 """Rules for a sequence that ranks share: attention of a rank's own queries, and means over all tokens.
 
 1. Queries are sharded along the sequence, keys and values are gathered: a rank has its rows of what is hidden
-   behind the diagonal. Backward, each rank has addends of the gradients of all keys and values, which are
-   scattered at once.
+   behind the diagonal. Backward, each rank has partial sums of the gradients of all keys and values, which
+   are scattered at once.
 2. A mean over tokens is the sum of what ranks add up over the sum of what they count.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from stretto.ir.dims import operands
 from stretto.ir.op_names import ATTENTION_BACKWARD, CAUSAL_AT
-from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Const, Op, Ref
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import REDUCE, SCATTER, SLICE, Emitter
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
@@ -27,18 +27,23 @@ QUERY_DIM = 2
 """Of (batch, heads, sequence, size of a head)."""
 SUM = 2
 """PyTorch's number of the reduction."""
+BATCH, EMBEDDING, SLICED = "batch/", "aten.embedding.default", "aten.slice.Tensor"
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 
 
-def sequence_of(batch: Sequence[tuple[str, TensorSpec]]) -> int:
-    """The length of the sequence: the longest dim 1 of leaves of integers (batch, sequence), or, where there
-    are none, of all leaves that have one; 0 without any."""
-    shapes = {True: [0], False: [0]}
-    for _, spec in batch:
-        if len(spec.shape) > SEQUENCE_DIM:
-            of_tokens = "int" in spec.dtype and len(spec.shape) == SEQUENCE_DIM + 1
-            shapes[of_tokens].append(spec.shape[SEQUENCE_DIM])
-    return max(shapes[True]) or max(shapes[False])
+def sequence_of(ahead: Ahead, full: Collection[str]) -> int:
+    """The length of the sequence: of the ids (batch, sequence) that embeddings look up, or, where there are
+    none, the longest dim 1 of leaves of the batch; 0 without any. full: leaves that every microbatch takes in
+    full."""
+    ids = [ahead.spec(op.args[1].name) for op in ahead.made.values() if op.target == EMBEDDING]
+    lengths = [spec.shape[SEQUENCE_DIM] for spec in ids if spec is not None and len(spec.shape) == 2]
+    if not lengths or max(lengths) == 1:
+        lengths = [
+            spec.shape[SEQUENCE_DIM]
+            for name, spec in ahead.program.given.items()
+            if name.startswith(BATCH) and len(spec.shape) > SEQUENCE_DIM and name[len(BATCH) :] not in full
+        ]
+    return max(lengths, default=0)
 
 
 def rows_of_masks(ahead: Ahead) -> tuple[dict[str, AxisPlacement], frozenset[str]]:
@@ -64,13 +69,17 @@ def rows_of_masks(ahead: Ahead) -> tuple[dict[str, AxisPlacement], frozenset[str
 def sequences(
     program: StepProgram, length: int, full: Collection[str], for_masks: Collection[str]
 ) -> dict[str, AxisPlacement]:
-    """What is as long as the sequence, of which each rank computes its part: leaves of the batch, and
-    positions. full: leaves that every microbatch takes in full; for_masks: what only masks are made of."""
+    """What is as long as the sequence, of which each rank computes its part: leaves of the batch, what is
+    sliced of them, and positions. full: leaves that every microbatch takes in full; for_masks: what masks
+    alone are made of."""
     result: dict[str, AxisPlacement] = {}
-    for name, spec in program.given.items():
-        kind, _, leaf = name.partition("/")
-        of_tokens = kind == "batch" and leaf not in full and name not in for_masks
-        if of_tokens and spec.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (length,):
+    leaves = {name for name in program.given if name.startswith(BATCH) and name[len(BATCH) :] not in full}
+    tokens = {name: program.given[name] for name in leaves}
+    for op, _ in program.ops:
+        if op.target == SLICED and op.uses[0] in tokens and op.outputs[0] is not None:
+            tokens[op.name] = op.outputs[0]
+    for name, spec in tokens.items():
+        if name not in for_masks and spec.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (length,):
             result[name] = sharded(SEQUENCE_DIM)
     for op, _ in program.ops:
         made = op.outputs[0] if op.target in ARANGES else None
