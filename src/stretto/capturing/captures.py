@@ -36,7 +36,9 @@ TRACED_BY = (
     "tp",
     "sequence_parallel",
     "tp_plan",
-    "layouts",
+    "layouts_by",
+    "cp",
+    "cp_kind",
     "ep",
     "ep_plan",
     "ep_buffer",
@@ -99,7 +101,7 @@ class Captures:
         check_split(self.model, parallel.split)  # names are checked before what takes long
         check_synchronised(self.model, parallel.dp)
         meshes = on_meshes(self.model, parallel, self.tp_plan)
-        if meshes is not None and parallel.layouts == "passes":
+        if meshes is not None and parallel.layouts_by == "passes":
             raise UsageError(
                 'a program on meshes has a layout of its own, which layouts = "passes" does not change: '
                 "leave layouts out"

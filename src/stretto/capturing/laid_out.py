@@ -1,8 +1,9 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Placements of parameters come from the plan that is read for the patched way as well
-   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
-   the sequence.
+1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
+   leaves (`stretto.passes.layout.context`). Placements of parameters over tp come from the plan that is read
+   for the patched way as well (`stretto.parallelize.tensor`); with sequence parallelism, what enters the
+   first block is sharded along the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -19,16 +20,19 @@ from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import TENSOR
+from stretto.ir.axes import CP, TENSOR
+from stretto.ir.op_names import ATTENTION
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.slices import SEQUENCE_DIM
 from stretto.parallelize.tensor import TensorParallel
+from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.context import rows_of_masks, sequence_of, sequences
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
-from stretto.passes.layout.shard import GRAD, PARAM, shard
+from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
@@ -39,10 +43,73 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 
 def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    tensor = layout.tensor
-    if tensor is None:
+    if layout.tensor is None and layout.context == 1:
         return traced
     program = with_equal_views_once(program_of(traced))
+    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+    partial: dict[str, tuple[str, ...]] = {}
+    first: set[str] = set()
+    for axis, along in ((CP.name, _along_context), (TENSOR, _along_tensor)):
+        try:
+            made = along(program, traced, layout, may_be_partial)
+        except MisfitError as error:
+            raise CaptureError(
+                f"the passes of layouts do not fit {traced.name} along {axis} ({error}): leave the module "
+                'out of tp_plan, or give layouts = "patched" without cp'
+            ) from None
+        if made is None:
+            continue
+        for one in made.gathered:
+            _log.debug(
+                "%s (%s) is computed in full along %s: %d bytes",
+                one.op.target,
+                one.op.module,
+                axis,
+                one.nbytes,
+            )
+        program = made.program
+        first.update(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
+        for root in made.partial:
+            partial[root] = (*partial.get(root, ()), axis)
+    return _as_traced(traced, program, layout, partial, frozenset(first), skip_passes)
+
+
+def _along_context(
+    program: StepProgram, traced: Traced, layout: Layout, may_be_partial: frozenset[str]
+) -> ShardedProgram | None:
+    """Raises UsageError for a sequence that ranks cannot share equally."""
+    size = layout.context
+    if size == 1:
+        return None
+    ahead = Ahead(program, size, dict(program.given))
+    length = sequence_of(ahead, traced.full)
+    if not length:
+        raise UsageError(
+            f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
+            "drop cp"
+        )
+    if length % size:
+        raise UsageError(
+            f"cp: a sequence of {length} cannot be shared equally by {size} ranks: change one of them"
+        )
+    best, above = rows_of_masks(ahead)
+    parts = sequences(program, length, traced.full, above - best.keys())
+    made = shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
+    for one in made.gathered:
+        if one.op.target in ATTENTION:
+            raise UsageError(
+                f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
+                "compute the rows of their own queries yet: plan for processors, or drop cp"
+            )
+    return made
+
+
+def _along_tensor(
+    program: StepProgram, traced: Traced, layout: Layout, may_be_partial: frozenset[str]
+) -> ShardedProgram | None:
+    tensor = layout.tensor
+    if tensor is None:
+        return None
     size = tensor.size
     if len({of.copies for of in tensor.shards.values()} - {1, size}) > 1:
         raise CaptureError(
@@ -50,27 +117,28 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             "heads of keys, or some the style 'replicated'"
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
-    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
-    try:
-        made = shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
-    except MisfitError as error:
-        raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
-            'give layouts = "patched"'
-        ) from None
-    for one in made.gathered:
-        _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
-    low = lower(made.program)
+    return shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
+
+
+def _as_traced(
+    traced: Traced,
+    program: StepProgram,
+    layout: Layout,
+    partial: Mapping[str, tuple[str, ...]],
+    sharded_first: frozenset[str],
+    skip_passes: Collection[str],
+) -> Traced:
+    """Steps 2 and 3. partial: root -> axes along which it is a partial sum; sharded_first: values that are
+    sharded along their first dim."""
+    low = lower(program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
     ops = [
         TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
     ]
-    first = frozenset(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
-    ops, now = passed(ops, set(low.roots.values()), low.given, first, skip_passes)
+    ops, now = passed(ops, set(low.roots.values()), low.given, sharded_first, skip_passes)
     roots = {root: now.get(value, value) for root, value in low.roots.items()}
-    partial = dict.fromkeys(made.partial, (TENSOR,))
     gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
     return replace(
         traced,
@@ -81,7 +149,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         },
         buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
         loss=roots[LOSS],
-        shards=_kept_shards(layout.shards, gradients, size),
+        shards=_kept_shards(layout, gradients),
         partial=gradients,
         seen=tuple(
             with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
@@ -96,12 +164,12 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(
-    shards: Mapping[str, tuple[Shard, ...]], partial: Collection[str], size: int
-) -> dict[str, tuple[Shard, ...]]:
+def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
+    size = 1 if layout.tensor is None else layout.tensor.size
     result = {
-        name: tuple(one for one in of if one.copies < size or name in partial) for name, of in shards.items()
+        name: tuple(one for one in of if one.copies < size or TENSOR in partial.get(name, ()))
+        for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}
 

@@ -258,7 +258,12 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"parallel.microbatches = {parallel.microbatches}{by}: give {_fitting(settings)}",
         ),
         (
-            parallel.sequence_parallel and length % parallel.tp,
+            length % parallel.cp,
+            f"data.sequence_length = {length} must be a multiple of parallel.cp = {parallel.cp}: each rank "
+            "has an equal part",
+        ),
+        (
+            parallel.sequence_parallel and length // parallel.cp % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
             "sequence_parallel gives each rank an equal part",
         ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
 from stretto.config.stage_text import read_stages
-from stretto.errors import UsageError, meant
+from stretto.errors import meant
 from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
@@ -107,10 +107,15 @@ class ParallelSettings(Settings):
     """Which modules are sharded over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is
     one part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Context-parallel ranks, which share the sequence of every sample: each computes its own tokens, and
+    attention of their queries to the keys of all. The sequence is a multiple of it."""
+    cp_kind: Literal["gathered"] = "gathered"
+    """How context-parallel ranks get the keys and values of others: "gathered" at once, before attention."""
     layouts: Literal["patched", "passes"] = "passes"
     """How tensor-parallel ranks get their parts of the step: "patched" replaces forwards of modules and
     traces one rank's part; "passes" traces the plain model once and lays out what was traced. The latter is
-    new, and has neither expert parallelism nor chunks of the sequence yet."""
+    new, and has neither expert parallelism nor chunks of the sequence yet; `cp` is laid out by it always."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"
@@ -148,7 +153,12 @@ class ParallelSettings(Settings):
     @property
     def world(self) -> int:
         """Ranks of a run."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def layouts_by(self) -> Literal["patched", "passes"]:
+        """What lays out the step: `layouts`, and passes where ranks share the sequence."""
+        return "passes" if self.cp > 1 else self.layouts
 
     @property
     def stages_asked(self) -> int | None:
@@ -172,7 +182,7 @@ class ParallelSettings(Settings):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(axis, size) other than pp of the axes that are used, outermost first."""
-        sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
+        sizes = (("dp", self.dp // self.ep), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
 
     @model_validator(mode="after")
@@ -180,7 +190,7 @@ class ParallelSettings(Settings):
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
         for what, count, most in (
-            ("pp times dp times tp is the number of ranks", self.world, MOST_RANKS),
+            ("pp times dp times cp times tp is the number of ranks", self.world, MOST_RANKS),
             ("stages times microbatches is what a schedule orders", stages * self.microbatches, MOST_ACTIONS),
         ):
             if count > most:
@@ -263,13 +273,3 @@ class Parallel(NamedArguments, ParallelSettings):
     Each field in full: docs/settings.md, `[parallel]`. Raises UsageError that names the argument and what is
     allowed.
     """
-
-    if not TYPE_CHECKING:  # as in `NamedArguments`
-
-        def __init__(self, **given: Any) -> None:
-            if "cp" in given:
-                raise UsageError(
-                    "Parallel(cp=...): context parallelism is to come; today a job is distributed over pp, "
-                    "dp, ep and tp"
-                )
-            super().__init__(**given)

@@ -358,8 +358,8 @@ the held-out text is measured in eval-iters batches
 REFUSED = _rows(
     "refused",
     """
-context parallelism is to come: append --context-parallel-size 1, whose ranks are then data-parallel ones,
-and see that a rank has room for a full sequence
+context parallelism is not converted (parallel.cp is for processors yet): append --context-parallel-size 1,
+whose ranks are then data-parallel ones, and see that a rank has room for a full sequence
     context-parallel-size:i=1
 
 its attention is another model: write model.kind = "huggingface" with DeepseekV3ForCausalLM by hand

@@ -119,11 +119,14 @@ def with_parts(
         )
     # A part may be taken for a partial sum later, where it must be (`is_thin`); not the other way.
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
-    alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
     moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
     free = moved or any(given[at].free for at in parts)
     return tuple(
-        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
+        Placement(
+            "part",
+            tuple(dict.fromkeys(at for made in result for at in made[k].at)),
+            free=free or any(made[k].kind == "sum" for made in result),
+        )
         if p.kind == "part"
         else p
         for k, p in enumerate(first)

@@ -360,7 +360,7 @@ class Placer:
                     "that is no slice along one dim",
                     (op.args[0].name,),
                 )
-            return Placement("part", result, free=is_thin(kept, spec.shape))
+            return Placement("part", result, free=kept.free or is_thin(kept, spec.shape))
         if kept.kind == "equal" and kept.uniform:
             return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
         return kept

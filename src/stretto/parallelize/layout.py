@@ -22,12 +22,14 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. by: as the setting `layouts`."""
+    """Each is None where there is nothing of the kind. by: as the setting `layouts`. context: ranks that
+    share the sequence."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
     by: Literal["patched", "passes"] = "patched"
+    context: int = 1
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -98,7 +100,7 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts)
+    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts_by, parallel.cp)
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

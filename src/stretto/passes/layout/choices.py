@@ -13,6 +13,7 @@ from stretto.ir.dim_rules import SUMMED, Dims, results_along
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.context import CONTEXT
 from stretto.passes.layout.lookups import LOOKUPS
 from stretto.passes.layout.op_groups import KEEP_PARTIAL
 from stretto.passes.layout.placement import (
@@ -53,7 +54,7 @@ class OpChoices:
             self.size,
             self.wanted.get(op.name),
         )
-        for rules in (LOOKUPS, RULES, SHARED):
+        for rules in (LOOKUPS, RULES, SHARED, CONTEXT):
             if op.target in rules:
                 yield from rules[op.target](op, given)
         if op.target in VIEW_OPS:

@@ -67,10 +67,14 @@ def shard(
     placed: Mapping[str, AxisPlacement],
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
+    parts: Mapping[str, AxisPlacement] | None = None,
+    best: Mapping[str, AxisPlacement] | None = None,
 ) -> ShardedProgram:
     """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
-    placement, as soon as it is made. may_be_partial: roots beside gradients. Raises MisfitError."""
-    return _Walk(program, axis, size, placed, wishes).run(may_be_partial)
+    placement, as soon as it is made. may_be_partial: roots beside gradients. parts: value that all ranks
+    have -> how its parts are read where these are enough. best: value -> how it is read later. Raises
+    MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, parts or {}, best or {}).run(may_be_partial)
 
 
 class _Walk:
@@ -85,8 +89,10 @@ class _Walk:
         size: int,
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
+        parts: Mapping[str, AxisPlacement],
+        best: Mapping[str, AxisPlacement],
     ) -> None:
-        self.program, self.size, self.asked = program, size, dict(wishes)
+        self.program, self.size, self.asked, self.in_parts = program, size, dict(wishes), parts
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
         fixed = {n: None for n, at in self.stored.items() if n.startswith(PARAM) and at.is_sharded}
         local = {name: local_spec(self.stored[name], spec, size) for name, spec in program.given.items()}
@@ -95,7 +101,7 @@ class _Walk:
         ahead = Ahead(program, size, specs)
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
-        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
+        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(best)
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
         self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size)
@@ -128,6 +134,8 @@ class _Walk:
         if op.name in self.losses and self._of_split_loss(op, self.losses[op.name]):
             return
         names = operands(op)
+        for name in set(names) & self.in_parts.keys():
+            self.values.place(name, self.in_parts[name])
         choices = self._as_forward(op, names, list(self.choices.of(op, names)))
         priced = [(self._cost(op, names, choice), choice) for choice in choices]
         reason = MisfitError(f"{op.target} ({op.module}) reads what ranks share in another way")
@@ -183,7 +191,7 @@ class _Walk:
             self._note_gathered(op, names)
         if len(op.outputs) != 1:
             self.inputs[op.name] = dict(zip(names, choice.inputs, strict=True))
-            self._several(op, made[0], choice.outputs)
+            self._several(op, made, choice.outputs)
             return
         values.add(op.name, op.outputs[0], made[0], choice.outputs[0])
         if op.target in SAME_DATA and names[0] in values.fixed:
@@ -201,12 +209,13 @@ class _Walk:
         if slices:
             self.gathered.append(Gathered(op, sum(self.values.spec[name].nbytes for name in slices)))
 
-    def _several(self, op: Op, made: str, outputs: Sequence[AxisPlacement]) -> None:
+    def _several(self, op: Op, made: Sequence[str], outputs: Sequence[AxisPlacement]) -> None:
         self.parts[op.name] = []
         for k, (spec, at) in enumerate(zip(op.outputs, outputs, strict=True)):
             name = self.taken.get((op.name, k), "")
             if name and spec is not None:
-                self.values.add(name, spec, self.out.emit(GETITEM, Ref(made), k, name=name), at)
+                one = made[k] if len(made) > 1 else self.out.emit(GETITEM, Ref(made[0]), k, name=name)
+                self.values.add(name, spec, one, at)
             self.parts[op.name].append(name)
 
     def _decomposed(self, op: Op, names: Sequence[str]) -> bool:
