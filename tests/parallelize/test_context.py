@@ -27,14 +27,28 @@ from tests.parallelize.equality import (
     MODELS,
     SMALL,
     assert_plan_is_plain,
-    batch_of,
-    gpt,
     loss_of,
     small,
 )
+from tests.parallelize.equality import gpt as _gpt
 from tests.runtime.equality import from_transformers, huggingface_loss
 
+LENGTH = 16
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+
+
+def gpt(**changes: Any) -> nn.Module:
+    return _gpt(context=LENGTH, **changes)
+
+
+def batch_of(rows: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = (torch.randint(0, 61, (rows, LENGTH), generator=generator) for _ in range(2))
+    labels[:, 2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+GPTS = {"gpt": gpt, "gpt tied, learned positions": lambda: gpt(tie_embeddings=True, positions="learned")}
 
 
 def context(**given: Any) -> Parallel:
@@ -68,7 +82,7 @@ def ops_of(job: Job) -> list[Op]:
     ids=str,
 )
 def test_plans_are_verified_and_equal_the_plain_model(name: str, how: dict[str, Any]) -> None:
-    model, batch = MODELS[name]().double(), batch_of(4 * how.get("dp", 1))
+    model, batch = (MODELS | GPTS)[name]().double(), batch_of(4 * how.get("dp", 1))
     plan = stretto.plan(capture(model, batch, loss_of(name), context(**how)), cores(), order="list")
     assert_plan_is_plain(plan, model, loss_of(name), batch)
 

@@ -27,12 +27,13 @@ from stretto.parallelize.layout import Layout
 from stretto.parallelize.slices import SEQUENCE_DIM
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.context import rows_of_masks, sequence_of, sequences
+from stretto.passes.layout.context import rows_of_masks, rules_of, sequence_of, sequences, with_plain_lse
+from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
-from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
+from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def _along_context(
     size = layout.context
     if size == 1:
         return None
+    blocks = 1 if layout.context_kind == "ulysses" else 2
+    program = with_plain_lse(program)
     ahead = Ahead(program, size, dict(program.given))
     length = sequence_of(ahead, traced.full)
     if not length:
@@ -88,18 +91,20 @@ def _along_context(
             f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
             "drop cp"
         )
-    if length % size:
+    if length % (blocks * size):
         raise UsageError(
-            f"cp: a sequence of {length} cannot be shared equally by {size} ranks: change one of them"
+            f"cp: a sequence of {length} cannot be shared equally by {size} ranks, {blocks} blocks each: change "
+            "one of them"
         )
-    best, above = rows_of_masks(ahead)
-    parts = sequences(program, length, traced.full, above - best.keys())
-    made = shard(program, CP.name, size, {}, {}, may_be_partial, parts, best)
+    best, above = rows_of_masks(ahead, blocks)
+    parts = sequences(program, length, traced.full, above - best.keys(), blocks)
+    own = AxisRules(parts, best, rules_of(layout.context_kind), mirrored=blocks == 2)
+    made = shard(program, CP.name, size, {}, {}, may_be_partial, own)
     for one in made.gathered:
         if one.op.target in ATTENTION:
             raise UsageError(
                 f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
-                "compute the rows of their own queries yet: plan for processors, or drop cp"
+                "compute the rows of their own queries: drop cp"
             )
     return made
 
@@ -130,7 +135,7 @@ def _as_traced(
 ) -> Traced:
     """Steps 2 and 3. partial: root -> axes along which it is a partial sum; sharded_first: values that are
     sharded along their first dim."""
-    low = lower(program)
+    low = lower(in_steps(program))
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)

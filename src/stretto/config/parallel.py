@@ -110,8 +110,9 @@ class ParallelSettings(Settings):
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks, which share the sequence of every sample: each computes its own tokens, and
     attention of their queries to the keys of all. The sequence is a multiple of it."""
-    cp_kind: Literal["gathered"] = "gathered"
-    """How context-parallel ranks get the keys and values of others: "gathered" at once, before attention."""
+    cp_kind: Literal["ring", "gathered", "ulysses"] = "ring"
+    """How context-parallel ranks get the keys and values of others: by a "ring" of messages, which hides under
+    attention; "gathered" at once, before it; or, with "ulysses", all tokens of fewer heads."""
     layouts: Literal["patched", "passes"] = "passes"
     """How tensor-parallel ranks get their parts of the step: "patched" replaces forwards of modules and
     traces one rank's part; "passes" traces the plain model once and lays out what was traced. The latter is

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.ir.op_names import CAUSAL_AT
 from stretto.ir.program import Op, Ref, TensorSpec, refs
 
 Labels = tuple[int | None, ...]
@@ -130,12 +129,6 @@ def _mask(spec: TensorSpec) -> Labels:
     return tuple(None if n == 1 else label for n, label in zip(spec.shape, named, strict=True))
 
 
-def _in_order(op: Op) -> frozenset[int]:
-    """Queries, where attention hides from each what is behind its own place."""
-    at = CAUSAL_AT.get(op.target)
-    return frozenset((_S,)) if at is None or (len(op.args) > at and op.args[at]) else frozenset()
-
-
 def attention(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     q, k, v = specs[:3]
     if len(q.shape) != 4:
@@ -148,7 +141,7 @@ def attention(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     for at, spec in enumerate(op.outputs):
         n = 0 if spec is None else len(spec.shape)
         outs.append((_B, _H, _S, _E) if at == 0 else (_B, _H, _S, None)[:n] if n >= 3 else (None,) * n)
-    return Dims(tuple(inputs), tuple(outs), full=frozenset((_T, _D, _E)) | _in_order(op))
+    return Dims(tuple(inputs), tuple(outs), full=frozenset((_S, _T, _D, _E)))
 
 
 def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -170,19 +163,12 @@ def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
             inputs.append((_B, _H, _S))
         else:
             inputs.append((None,) * n)
-    free = frozenset((_S,)) - _in_order(op)
-    summed = free | (frozenset((_H,)) if _heads(k, q) is None else frozenset())
+    summed = frozenset((_H,)) if _heads(k, q) is None else frozenset()
     outs: list[Labels] = [
         (_B, _H, _S, _D), (_B, _heads(k, q), _T, _D), (_B, _heads(v, q), _T, _E)
     ]  # fmt: skip
     outs += [() if s is None else (_B, _H, _S, _T)[4 - len(s.shape) :] for s in op.outputs[3:]]
-    return Dims(
-        tuple(inputs),
-        tuple(outs),
-        full=frozenset((_T, _D, _E)) | _in_order(op),
-        summed=summed,
-        linear=each(0),
-    )
+    return Dims(tuple(inputs), tuple(outs), full=frozenset((_S, _T, _D, _E)), summed=summed, linear=each(0))
 
 
 _NONE, _MEAN = 0, 1

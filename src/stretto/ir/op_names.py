@@ -117,11 +117,5 @@ ATTENTION_BACKWARD = names(
     _scaled_dot_product_fused_attention_overrideable_backward"""
 )
 
-CAUSAL_AT = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 4,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 7,
-}
-"""Position of the argument that hides what is behind the diagonal, of attention that takes a mask as well."""
-
 LIKELIHOODS = names("nll_loss_forward nll_loss2d_forward")
 """(input, target, weight, reduction, ignore_index)"""

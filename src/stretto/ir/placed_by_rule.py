@@ -55,11 +55,14 @@ def with_local(
     for position, kept in enumerate(given):
         if kept.kind != "part" or (into and position):
             continue
-        for dim, blocks in kept.at:
-            label = rule.inputs[position][dim]
-            stays = label is not None and (label not in rule.full or into)
-            if stays and all(label in out for out in rule.outputs):
-                return tuple(part(out.index(label), blocks) for out in rule.outputs)
+        labels = [(rule.inputs[position][dim], blocks) for dim, blocks in kept.at]
+        stays = [label is not None and (label not in rule.full or into) for label, _ in labels]
+        # Where a part may lie along several dims, none may be one that is summed.
+        if all(stays) and all(label in out for label, _ in labels for out in rule.outputs):
+            return tuple(
+                Placement("part", tuple((out.index(label), blocks) for label, blocks in labels))
+                for out in rule.outputs
+            )
     return (LOCAL,) * len(op.outputs)
 
 
@@ -119,14 +122,11 @@ def with_parts(
         )
     # A part may be taken for a partial sum later, where it must be (`is_thin`); not the other way.
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
+    alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
     moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
     free = moved or any(given[at].free for at in parts)
     return tuple(
-        Placement(
-            "part",
-            tuple(dict.fromkeys(at for made in result for at in made[k].at)),
-            free=free or any(made[k].kind == "sum" for made in result),
-        )
+        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
         if p.kind == "part"
         else p
         for k, p in enumerate(first)

@@ -23,8 +23,7 @@ class Placement:
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
     zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
     free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
-        own functions (`einsum` drops dims of one element) may have brought that element to any place. Of any
-        part also: where it may lie along several dims, it may have been summed over one of them.
+        own functions (`einsum` drops dims of one element) may have brought that element to any place.
     home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
     """
 

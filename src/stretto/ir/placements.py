@@ -31,6 +31,7 @@ from typing import Any
 
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import dims_of, operands
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.placed_by_rule import (
     EXPAND,
     KEEP_ORDER,
@@ -65,9 +66,12 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSp
 KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
-OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
-"""What the cross-entropy over a sharded vocabulary does along it. A plan does not say which ops are the
-library's own; capture knows it."""
+OWN_REDUCTIONS = ATTENTION.union(
+    ATTENTION_BACKWARD,
+    ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"),
+)
+"""What the cross-entropy over a sharded vocabulary does along it, and attention to the keys that a rank has, which
+is merged with that to others'. A plan does not say which ops are the library's own; capture knows it."""
 
 FILLS = frozenset(
     f"aten.{name}.default"
@@ -299,6 +303,8 @@ class Placer:
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
+            if op.target in OWN_REDUCTIONS and not self._exact:
+                return (LOCAL,) * len(op.outputs)
             return with_local(rule, names, given, op)
         if rule is None:
             if all(p.kind == "equal" for p in given):
@@ -360,7 +366,7 @@ class Placer:
                     "that is no slice along one dim",
                     (op.args[0].name,),
                 )
-            return Placement("part", result, free=kept.free or is_thin(kept, spec.shape))
+            return Placement("part", result, free=is_thin(kept, spec.shape))
         if kept.kind == "equal" and kept.uniform:
             return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
         return kept

@@ -23,13 +23,14 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Each is None where there is nothing of the kind. by: as the setting `layouts`. context: ranks that
-    share the sequence."""
+    share the sequence; context_kind: as the setting `cp_kind`."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
     by: Literal["patched", "passes"] = "patched"
     context: int = 1
+    context_kind: str = "gathered"
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -100,7 +101,8 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts_by, parallel.cp)
+    chunks = chunks_of(model, parallel, degree)
+    return Layout(tensor, experts, chunks, parallel.layouts_by, parallel.cp, parallel.cp_kind)
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

@@ -199,7 +199,7 @@ def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, Te
                     size = plan.job.size(axis)
                     what = f"{its} is full on every {axis} rank, and would be counted {size} times"
                     yield Fault(rank, where, what, f"Take {axis} out of `partial`")
-                elif own.kind != "part" and partial and kept.kind == "part" and not (thin or kept.free):
+                elif own.kind != "part" and partial and kept.kind == "part" and not thin:
                     what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"
                     yield Fault(rank, where, f"{what} on {axis} ranks", "Give it no shard that fits")
 

@@ -13,7 +13,6 @@ from stretto.ir.dim_rules import SUMMED, Dims, results_along
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.context import CONTEXT
 from stretto.passes.layout.lookups import LOOKUPS
 from stretto.passes.layout.op_groups import KEEP_PARTIAL
 from stretto.passes.layout.placement import (
@@ -25,7 +24,7 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
-from stretto.passes.layout.rules import RULES, Choice, OpGiven, full, rule_of
+from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, as_kernel, full, rule_of
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
 
@@ -33,7 +32,8 @@ from stretto.passes.layout.values import Values
 @dataclass(slots=True)
 class OpChoices:
     """asked: wishes, value -> placement; wanted: placements of gradients, and of what they are made of;
-    summed_later: gradients that may stay partial, and what they are views and copies of."""
+    summed_later: gradients that may stay partial, and what they are views and copies of; more: rules of this
+    axis alone."""
 
     values: Values
     ahead: Ahead
@@ -41,6 +41,7 @@ class OpChoices:
     wanted: Mapping[str, AxisPlacement]
     summed_later: Collection[str]
     size: int
+    more: Mapping[str, Rule]
 
     def of(self, op: Op, names: Sequence[str]) -> Iterator[Choice]:
         """names: the op's operands. The first is to compute all in full."""
@@ -54,7 +55,8 @@ class OpChoices:
             self.size,
             self.wanted.get(op.name),
         )
-        for rules in (LOOKUPS, RULES, SHARED, CONTEXT):
+        op = as_kernel(op)
+        for rules in (LOOKUPS, RULES, SHARED, self.more):
             if op.target in rules:
                 yield from rules[op.target](op, given)
         if op.target in VIEW_OPS:

@@ -1,25 +1,26 @@
 """Rules for a sequence that ranks share: attention of a rank's own queries, and means over all tokens.
 
-1. Queries are sharded along the sequence, keys and values are gathered: a rank has its rows of what is hidden
-   behind the diagonal. Backward, each rank has partial sums of the gradients of all keys and values, which
-   are scattered at once.
+1. Attention is one op of a rank's own queries, keys and values, with its rows of a mask: what its keys miss
+   comes in `context_steps`. Of a causal sequence a rank has two blocks, an early and a late one, so that all
+   compute as much.
 2. A mean over tokens is the sum of what ranks add up over the sum of what they count.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from stretto.ir.dims import operands
-from stretto.ir.op_names import ATTENTION_BACKWARD, CAUSAL_AT
-from stretto.ir.program import GETITEM, Const, Op, Ref
+from stretto.ir.program import GETITEM, Op, Ref
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.emit import REDUCE, SCATTER, SLICE, Emitter
+from stretto.passes.layout.emit import OVER, REDUCE, Emitter, lse_of
+from stretto.passes.layout.kernels import BACKWARDS, KERNELS
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
+from stretto.passes.layout.rules import Choice, OpGiven, Rule
 
 SEQUENCE_DIM = 1
 """Of batch leaves, behind the batch."""
@@ -46,18 +47,18 @@ def sequence_of(ahead: Ahead, full: Collection[str]) -> int:
     return max(lengths, default=0)
 
 
-def rows_of_masks(ahead: Ahead) -> tuple[dict[str, AxisPlacement], frozenset[str]]:
+def rows_of_masks(ahead: Ahead, blocks: int) -> tuple[dict[str, AxisPlacement], frozenset[str]]:
     """Of masks, a rank needs the rows of its queries: how what they are made of is best placed for that, and
     all that they are made of."""
     best: dict[str, AxisPlacement] = {}
     above: set[str] = set()
     for op in reversed(ahead.made.values()):
-        if op.target in CAUSAL_AT and op.target not in ATTENTION_BACKWARD:
-            for name in operands(op)[3:]:
-                spec = ahead.spec(name)
-                if spec is not None and spec.shape[-2] > 1:
-                    best[name] = sharded(len(spec.shape) - 2)
-                above.add(name)
+        mask = KERNELS[op.target].mask_of(op) if op.target in KERNELS else None
+        spec = None if mask is None else ahead.spec(mask)
+        if mask is not None and spec is not None:
+            above.add(mask)
+            if spec.shape[-2] > 1:
+                best[mask] = sharded(len(spec.shape) - 2, blocks)
         if op.name in above:
             above.update(op.uses)
             if op.name in best and len(op.outputs) == 1:
@@ -67,7 +68,7 @@ def rows_of_masks(ahead: Ahead) -> tuple[dict[str, AxisPlacement], frozenset[str
 
 
 def sequences(
-    program: StepProgram, length: int, full: Collection[str], for_masks: Collection[str]
+    program: StepProgram, length: int, full: Collection[str], for_masks: Collection[str], blocks: int
 ) -> dict[str, AxisPlacement]:
     """What is as long as the sequence, of which each rank computes its part: leaves of the batch, what is
     sliced of them, and positions. full: leaves that every microbatch takes in full; for_masks: what masks
@@ -80,70 +81,45 @@ def sequences(
             tokens[op.name] = op.outputs[0]
     for name, spec in tokens.items():
         if name not in for_masks and spec.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (length,):
-            result[name] = sharded(SEQUENCE_DIM)
+            result[name] = sharded(SEQUENCE_DIM, blocks)
     for op, _ in program.ops:
         made = op.outputs[0] if op.target in ARANGES else None
         if made is not None and made.shape == (length,) and op.name not in for_masks:
-            result[op.name] = sharded(0)
+            result[op.name] = sharded(0, blocks)
     return result
 
 
-def _hidden(out: Emitter, start: str, keys: int, dtype: str) -> str:
-    """What is added to the scores of a rank's queries: -inf behind the diagonal."""
-
-    def op(what: str, name: str, *args: object, **kwargs: object) -> Ref:
-        return Ref(out.emit(f"aten.{name}", *args, name=f"{start}_{what}", kwargs=kwargs))
-
-    every = op("keys", "arange.default", keys, device=Const("device", "job"))
-    own = Ref(out.emit(SLICE, every, 0, 1, out.axis, out.size, name=f"{start}_rows"))
-    later = op("later", "lt.Tensor", op("column", "unsqueeze.default", own, 1), every)
-    zeros = op("zeros", "zeros_like.default", later, dtype=Const("dtype", dtype))
-    mask = op("hidden", "masked_fill.Scalar", zeros, later, -math.inf)
-    for _ in range(2):
-        mask = op("mask", "unsqueeze.default", mask, 0)
-    return mask.name
-
-
-def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
-    """Step 1."""
-    backward, at = op.target in ATTENTION_BACKWARD, CAUSAL_AT.get(op.target)
-    queries = 1 if backward else 0
-    rule, placement = rule_of(op, given.specs), given.placements[queries]
-    if rule is None or at is None or placement != sharded(QUERY_DIM):
+def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Step 1. kind: as the setting `cp_kind`."""
+    backward = op.target in BACKWARDS
+    at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
+    if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
         return
-    causal = len(op.args) > at and op.args[at]
-    keys = given.specs[queries + 1].shape[QUERY_DIM]
-    if causal and ("attn_mask" in dict(op.kwargs) or keys != given.specs[queries].shape[QUERY_DIM]):
+    rows, mask = sharded(QUERY_DIM, at.blocks), kernel.mask_of(op)
+    own = [
+        spec is not None and len(spec.shape) >= 3 and not (backward and k >= 3)
+        for k, spec in enumerate(op.outputs)
+    ]
+    inputs = []
+    for name, spec in zip(operands(op), given.specs, strict=True):
+        if name != mask:
+            inputs.append(rows if len(spec.shape) >= 3 else REPLICATED)
+        elif spec.shape[-2] > 1 and kind != "ulysses":
+            inputs.append(sharded(len(spec.shape) - 2, at.blocks))
+        else:
+            inputs.append(REPLICATED)
+    if not all(fits(place, spec.shape, given.size) for place, spec in zip(inputs, given.specs, strict=True)):
         return
-    label = rule.inputs[queries][QUERY_DIM]
-    inputs = tuple(sharded(labels.index(label)) if label in labels else REPLICATED for labels in rule.inputs)
-    # What is scattered has keys where the queries' gradient has queries.
-    outputs = tuple(
-        sharded(labels.index(label)) if label in labels else sharded(QUERY_DIM) if backward else REPLICATED
-        for labels in rule.outputs
-    )
-    for place, spec in zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True):
-        if spec is not None and not fits(place, spec.shape, given.size):
-            return
 
     def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
-        left, kwargs = list(local), dict(op.kwargs)
+        left = list(local)
         args = [Ref(left.pop(0)) if isinstance(arg, Ref) else arg for arg in op.args]
-        kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in kwargs.items()}
-        if causal:
-            args[at] = False
-            rows = out.specs[local[queries]]
-            kwargs["attn_mask"] = Ref(_hidden(out, op.name, keys, rows.dtype))
-        flops = op.flops // out.size
-        made = out.emit(op.target, *args, name=op.name, kwargs=kwargs, flops=flops, random=op.random)
-        if not backward:
-            return (made,)
-        parts = [Ref(out.emit(GETITEM, Ref(made), k, name=f"{op.name}_{k}")) for k in range(len(op.outputs))]
-        how = (QUERY_DIM, 1, out.axis, out.size)
-        scattered = [out.emit(SCATTER, part, *how, name=f"{part.name}_own") for part in parts[1:]]
-        return parts[0].name, *scattered
+        kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in op.kwargs}
+        kwargs[OVER] = (out.axis, out.size, kind, at.blocks == 2)
+        flops, random = op.flops // out.size, op.random
+        return (out.emit(f"layout.{op.target}", *args, name=op.name, kwargs=kwargs, flops=flops, random=random),)
 
-    yield Choice(inputs, outputs, emit)
+    yield Choice(tuple(inputs), tuple(rows if one else REPLICATED for one in own), emit)
 
 
 def _is_mean_of_rows(op: Op, logp: AxisPlacement, weighted: bool) -> bool:
@@ -181,8 +157,21 @@ def _mean_backward(op: Op, given: OpGiven) -> Iterator[Choice]:
     yield Choice((REPLICATED, at, at, REPLICATED), (at,), emit)
 
 
-CONTEXT: dict[str, Rule] = {
-    **dict.fromkeys(CAUSAL_AT, _attention),
-    NLL: _mean,
-    NLL_BACKWARD: _mean_backward,
-}
+def rules_of(kind: str) -> dict[str, Rule]:
+    """Rules along the sequence. kind: as the setting `cp_kind`."""
+    attention = partial(_attention, kind)
+    return {**dict.fromkeys((*KERNELS, *BACKWARDS), attention), NLL: _mean, NLL_BACKWARD: _mean_backward}
+
+
+def with_plain_lse(program: StepProgram) -> StepProgram:
+    """Attention keeps a number for each row, whatever its kernel pads."""
+    lse = {op.name: lse_of(op.outputs) for op, _ in program.ops if op.target in KERNELS}
+
+    def changed(op: Op) -> Op:
+        if op.name in lse:
+            return replace(op, outputs=(op.outputs[0], lse[op.name], *op.outputs[2:]))
+        if op.target == GETITEM and op.args[1] == 1 and op.args[0].name in lse:
+            return replace(op, outputs=(lse[op.args[0].name],))
+        return op
+
+    return replace(program, ops=tuple((changed(op), origin) for op, origin in program.ops))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stretto.ir.dims import operands
 from stretto.ir.program import GETITEM, Arg, Op, Ref
@@ -28,7 +28,7 @@ from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss,
 from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, emit_op
+from stretto.passes.layout.rules import Choice, Rule, emit_op
 from stretto.passes.layout.values import Values
 
 GRAD, PARAM = "grad/", "param/"
@@ -60,6 +60,20 @@ class ShardedProgram:
     partial: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class AxisRules:
+    """What an axis has of its own. parts: value that all ranks have -> how its parts are read where these are
+    enough. best: value -> how it is read later. rules: of ops. mirrored: as of an `Emitter`."""
+
+    parts: Mapping[str, AxisPlacement] = field(default_factory=dict)
+    best: Mapping[str, AxisPlacement] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    mirrored: bool = False
+
+
+PLAIN = AxisRules()
+
+
 def shard(
     program: StepProgram,
     axis: str,
@@ -67,14 +81,11 @@ def shard(
     placed: Mapping[str, AxisPlacement],
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
-    parts: Mapping[str, AxisPlacement] | None = None,
-    best: Mapping[str, AxisPlacement] | None = None,
+    own: AxisRules = PLAIN,
 ) -> ShardedProgram:
     """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
-    placement, as soon as it is made. may_be_partial: roots beside gradients. parts: value that all ranks
-    have -> how its parts are read where these are enough. best: value -> how it is read later. Raises
-    MisfitError."""
-    return _Walk(program, axis, size, placed, wishes, parts or {}, best or {}).run(may_be_partial)
+    placement, as soon as it is made. may_be_partial: roots beside gradients. Raises MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, own).run(may_be_partial)
 
 
 class _Walk:
@@ -89,22 +100,21 @@ class _Walk:
         size: int,
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
-        parts: Mapping[str, AxisPlacement],
-        best: Mapping[str, AxisPlacement],
+        own: AxisRules,
     ) -> None:
-        self.program, self.size, self.asked, self.in_parts = program, size, dict(wishes), parts
+        self.program, self.size, self.asked, self.in_parts = program, size, dict(wishes), own.parts
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
         fixed = {n: None for n, at in self.stored.items() if n.startswith(PARAM) and at.is_sharded}
         local = {name: local_spec(self.stored[name], spec, size) for name, spec in program.given.items()}
-        self.out = Emitter(axis, size, local)
+        self.out = Emitter(axis, size, local, mirrored=own.mirrored)
         specs = dict(program.given)
         ahead = Ahead(program, size, specs)
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
-        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(best)
+        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(own.best)
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
-        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size)
+        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size, own.rules)
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
