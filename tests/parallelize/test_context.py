@@ -22,6 +22,7 @@ from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.parallelize.layout import layout_of
 from stretto.runtime.local import run_threads
+from stretto.verifying import verify
 from tests.clusters import cores
 from tests.parallelize.equality import (
     MODELS,
@@ -69,6 +70,10 @@ def ops_of(job: Job) -> list[Op]:
     [
         ("gpt", {}),
         ("gpt", {"cp": 4}),
+        ("gpt", {"cp": 4, "cp_kind": "gathered"}),
+        ("llama", {"cp": 4, "cp_kind": "ulysses"}),
+        ("llama", {"cp_kind": "ulysses", **SP}),
+        ("llama, fewer heads of keys", {"cp_kind": "gathered", **SP}),
         ("gpt tied, learned positions", {"dp": 2}),
         ("llama, fewer heads of keys", {}),
         ("gpt2", {"tp": 2}),
@@ -87,14 +92,37 @@ def test_plans_are_verified_and_equal_the_plain_model(name: str, how: dict[str, 
     assert_plan_is_plain(plan, model, loss_of(name), batch)
 
 
-def test_keys_and_values_move_once_each_way() -> None:
-    """Those of shared heads before they are repeated; beside them, the loss and what it counts."""
-    job = capture(small("LlamaForCausalLM", num_key_value_heads=2), batch_of(), huggingface_loss, context())
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("gathered", {"all_gather": 1, "reduce_scatter": 1}),
+        ("ring", {"permute_next": 3 + 2 * 3}),  # keys each way, and their gradients
+        ("ulysses", {"all_to_all": 2 * 4}),
+    ],
+)
+def test_keys_and_values_move_once_each_way(kind: str, wanted: dict[str, int]) -> None:
+    """Those of shared heads are not repeated before; the loss and what it counts are summed."""
+    heads = 4 if kind == "ulysses" else 2
+    model = small("LlamaForCausalLM", num_key_value_heads=heads)
+    job = capture(model, batch_of(), huggingface_loss, context(cp=4, cp_kind=kind))
     layers = SMALL["num_hidden_layers"]
-    wanted = {"all_gather": 2 * layers, "reduce_scatter": 2 * layers, "all_reduce": 2}
-    assert collectives(job) == {("cp", kind): count for kind, count in wanted.items()}
-    gathers = [op for op in ops_of(job) if op.kind is not None and op.kind.name == "all_gather"]
-    assert {spec.numel for op in gathers for spec in op.outputs if spec is not None} == {2 * 8 * 2 * 8}
+    found = {("cp", kind): layers * count for kind, count in wanted.items()}
+    assert collectives(job) == {**found, ("cp", "all_reduce"): 2}
+    if kind == "ring":
+        started = [op for op in ops_of(job) if op.kind is not None]
+        sent = {spec.numel for op in started for spec in op.outputs if spec is not None}
+        assert sent == {1, 2 * heads * 4 * 2 * 8}  # rows, heads, tokens, features of keys and values
+
+
+def attention_flops(job: Job) -> int:
+    return sum(op.flops for op in ops_of(job) if "attention" in op.target)
+
+
+def test_nothing_behind_the_diagonal_is_computed() -> None:
+    """A rank's own keys are causal; of all others it meets half with half."""
+    full = attention_flops(capture(gpt(), batch_of(), next_token_loss, Parallel(microbatches=2)))
+    job = capture(gpt(), batch_of(), next_token_loss, context(cp=4))
+    assert attention_flops(job) == full // 16 * (1 + 3 / 2)
 
 
 def test_tokens_that_are_one_more_than_the_sequence() -> None:
@@ -113,8 +141,8 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def padded() -> dict[str, Tensor]:
-    mask = torch.ones(4, 8, dtype=torch.int64)
-    mask[1, 6:] = 0
+    mask = torch.ones(4, LENGTH, dtype=torch.int64)
+    mask[1, 11:] = 0
     return {**batch_of(), "attention_mask": mask}
 
 
@@ -145,14 +173,15 @@ MASKS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Tensor], float]] 
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("how", [{}, {"pp": 1, "cp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"cp": 4, "cp_kind": "gathered"}, {"cp_kind": "ulysses"}, {"pp": 2, "cp_kind": "gathered"}],
+    ids=str,
+)
 def test_masks_are_cut_by_rows(name: str, how: dict[str, Any]) -> None:
-    """And gathers are those of keys and values."""
     make, loss, batch, tolerance = MASKS[name]
     model = make().double()
     job = capture(model, batch, loss, context(**how))
-    layers = 1 if name == "none" else 2
-    assert collectives(job)["cp", "all_gather"] == 2 * layers
     plan = stretto.plan(job, cores(), order="list")
     assert_plan_is_plain(plan, model, loss, batch, tolerance)
 
@@ -223,9 +252,8 @@ def test_draws_differ_between_the_parts_of_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cp": 3}, "a sequence of 8 cannot be shared equally by 3 ranks"),
+        ({"cp": 3}, "a sequence of 16 cannot be shared equally by 3 ranks"),
         ({"ampipe_degree": 2}, "ampipe_degree = 2 does not go with cp = 2 yet"),
-        ({"dp": 2, "ep": 2}, "ep = 2 does not go with cp = 2 yet"),
     ],
     ids=str,
 )
@@ -234,10 +262,21 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> No
         capture(gpt(), batch_of(), next_token_loss, context(**given))
 
 
-def test_attention_of_kernels_without_a_rule_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["ring", "gathered", "ulysses"])
+@pytest.mark.parametrize("name", ["flash", "efficient", "dropped"])
+def test_kernels_of_accelerators_are_laid_out(name: str, kind: str) -> None:
     """For a CUDA that need not be here."""
-    with pytest.raises(UsageError, match=r"computes attention by .* plan for processors, or drop cp"):
-        capture(gpt(), batch_of(), next_token_loss, context(), precision="bf16", device="cuda")
+    changes = {"sliding_window": 4} if name == "efficient" else {}
+    if name == "dropped":
+        changes["attention_dropout"] = 0.1
+    model = small("MistralForCausalLM", num_key_value_heads=4, **changes)
+    how = context(cp_kind=kind, tp=2)
+    job = capture(model, batch_of(), huggingface_loss, how, precision="bf16", device="cuda")
+    plan = stretto.plan(job, cores(), order="list")
+    verify(plan)
+    kernels = {op.target for op in ops_of(job) if "attention" in op.target}
+    assert len(kernels) == 2
+    assert all(("efficient" if name == "efficient" else "flash") in target for target in kernels)
 
 
 def test_a_batch_without_a_sequence_is_refused() -> None:

@@ -36,7 +36,7 @@ TRACED_BY = (
     "tp",
     "sequence_parallel",
     "tp_plan",
-    "layouts_by",
+    "layouts",
     "cp",
     "cp_kind",
     "ep",
@@ -101,7 +101,7 @@ class Captures:
         check_split(self.model, parallel.split)  # names are checked before what takes long
         check_synchronised(self.model, parallel.dp)
         meshes = on_meshes(self.model, parallel, self.tp_plan)
-        if meshes is not None and parallel.layouts_by == "passes":
+        if meshes is not None and parallel.layouts == "passes":
             raise UsageError(
                 'a program on meshes has a layout of its own, which layouts = "passes" does not change: '
                 "leave layouts out"

@@ -157,11 +157,6 @@ class ParallelSettings(Settings):
         return self.pp * self.dp * self.cp * self.tp
 
     @property
-    def layouts_by(self) -> Literal["patched", "passes"]:
-        """What lays out the step: `layouts`, and passes where ranks share the sequence."""
-        return "passes" if self.cp > 1 else self.layouts
-
-    @property
     def stages_asked(self) -> int | None:
         """Stages by `stages`, `split`, or a Schedule; None where these leave their number open."""
         return next((count for count, _ in self._stages_said()), None)
@@ -205,6 +200,12 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
+        if self.cp > 1 and self.ampipe_degree != 1:
+            raise ValueError(
+                f"ampipe_degree = {self.ampipe_degree!r} does not go with cp = {self.cp} yet: drop one"
+            )
+        if self.cp > 1 and self.layouts == "patched":
+            raise ValueError(f'cp = {self.cp} is laid out by passes: drop layouts = "patched"')
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")

@@ -102,7 +102,7 @@ def layout_of(
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
     chunks = chunks_of(model, parallel, degree)
-    return Layout(tensor, experts, chunks, parallel.layouts_by, parallel.cp, parallel.cp_kind)
+    return Layout(tensor, experts, chunks, parallel.layouts, parallel.cp, parallel.cp_kind)
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

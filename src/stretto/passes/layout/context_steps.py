@@ -447,8 +447,10 @@ class _Attention:
         parts = tuple(Ref(self._view(of_pairs[s].value, shape, f"back_{s}")) for s in range(self.size))
         every = self._emit("back_steps", "stack.default", parts, 0)
         every = self._emit("back_ranks", "index_select.default", Ref(every), 0, Ref(self._order()))
-        every = self._view(every, (self.size * shape[0], *shape[1:]), "back_all")
-        return self._communicated(REDUCE_SCATTER.target, every, "back", "sum")
+        # Halves keep a dim of their own, which shows along what the result is sharded.
+        halves = (shape[1], 2, shape[2] // 2, shape[3]) if self.halves else shape[1:]
+        every = self._view(every, (self.size * shape[0], *halves), "back_all")
+        return self._view(self._communicated(REDUCE_SCATTER.target, every, "back", "sum"), shape, "back_rows")
 
     def _order(self) -> str:
         """Of each rank, the step in which its keys come."""
@@ -489,8 +491,9 @@ class _Attention:
         return lse
 
     def _state(self, kernel: Kernel, tile: _Tile) -> tuple[str, ...]:
-        """What a kernel has drawn by; without dropout it has drawn nothing, and all share one."""
-        drawn = self.saved[tile if self.op_drops else next(iter(self.saved))]
+        """What a kernel has drawn by; without dropout it has drawn nothing, and calls of one shape share it."""
+        alike = [one for one in self.saved if (one.queries is None) == (tile.queries is None)]
+        drawn = self.saved[tile if self.kernel.drops(self.op) else alike[0]]
         result = []
         for at in kernel.state_of:
             key = f"{drawn}_state_{at}"
@@ -498,10 +501,6 @@ class _Attention:
                 self.names[key] = self._emit(f"state_{at}", GETITEM, Ref(drawn), at)
             result.append(self.names[key])
         return tuple(result)
-
-    @property
-    def op_drops(self) -> bool:
-        return self.kernel.drops(self.op)
 
     # --- all tokens of fewer heads --------------------------------------------------------------------------
 
