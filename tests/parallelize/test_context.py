@@ -164,9 +164,15 @@ def each_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
+def fewer_heads_of_keys() -> nn.Module:
+    """With a mask, `transformers` repeats them."""
+    return small("MistralForCausalLM", sliding_window=4, num_key_value_heads=2)
+
+
 MASKS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Tensor], float]] = {
     "none": (Encoder, each_token, batch_of(), 1e-10),
     "sliding": (lambda: small("MistralForCausalLM", sliding_window=4), huggingface_loss, batch_of(), 1e-10),
+    "sliding, fewer heads of keys": (fewer_heads_of_keys, huggingface_loss, batch_of(), 1e-10),
     # Its own loss is in float32.
     "padded": (lambda: small("LlamaForCausalLM"), own_loss, padded(), 1e-5),
 }

@@ -93,8 +93,8 @@ def _along_context(
         )
     if length % (blocks * size):
         raise UsageError(
-            f"cp: a sequence of {length} cannot be shared equally by {size} ranks, {blocks} blocks each: change "
-            "one of them"
+            f"cp: a sequence of {length} cannot be shared equally by {size} ranks in {blocks * size} blocks: "
+            "change one of them"
         )
     best, above = rows_of_masks(ahead, blocks)
     parts = sequences(program, length, traced.full, above - best.keys(), blocks)

@@ -258,9 +258,9 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"parallel.microbatches = {parallel.microbatches}{by}: give {_fitting(settings)}",
         ),
         (
-            length % parallel.cp,
-            f"data.sequence_length = {length} must be a multiple of parallel.cp = {parallel.cp}: each rank "
-            "has an equal part",
+            parallel.cp > 1 and length % (2 * parallel.cp),
+            f"data.sequence_length = {length} must be a multiple of twice parallel.cp = {parallel.cp}: each "
+            "rank has two equal blocks",
         ),
         (
             parallel.sequence_parallel and length // parallel.cp % parallel.tp,

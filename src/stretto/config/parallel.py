@@ -109,10 +109,12 @@ class ParallelSettings(Settings):
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks, which share the sequence of every sample: each computes its own tokens, and
-    attention of their queries to the keys of all. The sequence is a multiple of it."""
-    cp_kind: Literal["ring", "gathered", "ulysses"] = "ring"
-    """How context-parallel ranks get the keys and values of others: by a "ring" of messages, which hides under
-    attention; "gathered" at once, before it; or, with "ulysses", all tokens of fewer heads."""
+    attention of their queries to the keys of all. The sequence is a multiple of twice as many: each has an
+    early block and a late one, so that causal masks leave all as much to do."""
+    cp_kind: Literal["auto", "ring", "gathered", "ulysses"] = "auto"
+    """How context-parallel ranks get the keys and values of others: by a "ring" of messages, which hides
+    under attention; "gathered" at once, before it; or, with "ulysses", all tokens of fewer heads. "auto" is
+    a ring where a step computes more than 1,000 flops for each byte of its message, else "gathered"."""
     layouts: Literal["patched", "passes"] = "passes"
     """How tensor-parallel ranks get their parts of the step: "patched" replaces forwards of modules and
     traces one rank's part; "passes" traces the plain model once and lays out what was traced. The latter is

@@ -70,8 +70,8 @@ OWN_REDUCTIONS = ATTENTION.union(
     ATTENTION_BACKWARD,
     ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"),
 )
-"""What the cross-entropy over a sharded vocabulary does along it, and attention to the keys that a rank has, which
-is merged with that to others'. A plan does not say which ops are the library's own; capture knows it."""
+"""What the cross-entropy over a sharded vocabulary does along it, and attention to the keys that a rank has,
+whose results are merged. A plan does not say which ops are the library's own; capture knows it."""
 
 FILLS = frozenset(
     f"aten.{name}.default"

@@ -30,7 +30,7 @@ class Layout:
     chunks: Chunks | None = None
     by: Literal["patched", "passes"] = "patched"
     context: int = 1
-    context_kind: str = "gathered"
+    context_kind: str = "auto"
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:

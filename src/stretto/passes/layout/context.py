@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from stretto.ir.dims import operands
-from stretto.ir.program import GETITEM, Op, Ref
+from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import OVER, REDUCE, Emitter, lse_of
 from stretto.passes.layout.kernels import BACKWARDS, KERNELS
@@ -28,6 +28,9 @@ QUERY_DIM = 2
 """Of (batch, heads, sequence, size of a head)."""
 SUM = 2
 """PyTorch's number of the reduction."""
+FLOPS_A_BYTE = 1000
+"""Flops under which a message's byte may be hidden. An H100 computes 990 TFLOP/s and sends 450 GB/s in a
+node, 50 between nodes: 2,200 and 20,000."""
 BATCH, EMBEDDING, SLICED = "batch/", "aten.embedding.default", "aten.slice.Tensor"
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 
@@ -89,9 +92,19 @@ def sequences(
     return result
 
 
+def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
+    """What "auto" is: in a step, half of a rank's queries meet half of its keys twice."""
+    batch, heads, rows, features = queries.shape
+    half = rows // size // 2
+    flops = 2 * 4 * batch * heads * half * half * features
+    return "ring" if flops > FLOPS_A_BYTE * (2 * keys.nbytes // size) else "gathered"
+
+
 def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     """Step 1. kind: as the setting `cp_kind`."""
     backward = op.target in BACKWARDS
+    if kind == "auto":
+        kind = _kind(*given.specs[backward : 2 + backward], given.size)
     at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
     if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
         return
@@ -117,7 +130,9 @@ def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
         kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in op.kwargs}
         kwargs[OVER] = (out.axis, out.size, kind, at.blocks == 2)
         flops, random = op.flops // out.size, op.random
-        return (out.emit(f"layout.{op.target}", *args, name=op.name, kwargs=kwargs, flops=flops, random=random),)
+        return (
+            out.emit(f"layout.{op.target}", *args, name=op.name, kwargs=kwargs, flops=flops, random=random),
+        )
 
     yield Choice(tuple(inputs), tuple(rows if one else REPLICATED for one in own), emit)
 

@@ -11,8 +11,8 @@ the program's own, at the end:
     layout.reduce(x, "sum" | "max", axis, size)
     layout.exchange(x, before, after, axis, size) a slice along dim `after`, of one along dim `before`
 
-Attention of a sequence that ranks share is one op until `context_steps`: "layout." before the kernel's target,
-with what a rank has of the operands, and the keyword `over`: (axis, size, kind, whether in two halves).
+Attention of a sequence that ranks share is one op until `context_steps`: "layout." before the kernel's
+target, of what a rank has, with the keyword `over`: (axis, size, kind, whether in two halves).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Emitter:
         self.ops: list[tuple[Op, Origin]] = []
         self.specs: dict[str, TensorSpec] = dict(given)
         self.outputs: dict[str, Outputs] = {}
+        self.made: dict[str, Op] = {}
         self.origin, self.module = Origin(None, False), ""
         self._alike: Counter[str] = Counter()
         self._names = {*given, *names}
@@ -102,6 +103,7 @@ class Emitter:
             self._several_views.add(name)
         op = Op(name, target, args, given, outputs, alias, random, flops, self.module)
         self._names.add(name)
+        self.made[name] = op
         self.ops.append((op, self.origin))
         self.outputs[name] = outputs
         if len(outputs) == 1 and outputs[0] is not None:
@@ -110,6 +112,7 @@ class Emitter:
 
     def keep(self, op: Op, origin: Origin) -> None:
         """Append an op as it is."""
+        self.made[op.name] = op
         self.ops.append((op, origin))
         self.outputs[op.name] = op.outputs
         if len(op.outputs) == 1 and op.outputs[0] is not None:
@@ -195,7 +198,14 @@ class Emitter:
             case "partial", "replicated":
                 return self.emit(REDUCE, Ref(x), before.reduction, *axis, name=f"{x}_sum")
             case "partial", "sharded":
-                return self.emit(SCATTER, Ref(self._turned(x, after)), after.dim, after.blocks, *axis, name=f"{x}_scattered")
+                return self.emit(
+                    SCATTER,
+                    Ref(self._turned(x, after)),
+                    after.dim,
+                    after.blocks,
+                    *axis,
+                    name=f"{x}_scattered",
+                )
             case "sharded", "replicated":
                 full = self.emit(GATHER, Ref(x), before.dim, before.blocks, *axis, name=f"{x}_gathered")
                 return self._turned(full, before)
@@ -215,9 +225,7 @@ class Emitter:
         ranks = self.size
         each = shape[dim] // at.blocks // ranks
         x = self.view(x, (*shape[:dim], at.blocks // 2, 2, ranks, each, *shape[dim + 1 :]), f"{x}_blocks")
-        first, second = (
-            self.emit("aten.select.int", Ref(x), dim + 1, k, name=f"{x}_{k}") for k in range(2)
-        )
+        first, second = (self.emit("aten.select.int", Ref(x), dim + 1, k, name=f"{x}_{k}") for k in range(2))
         second = self.emit("aten.flip.default", Ref(second), (dim + 1,), name=f"{x}_back")
         both = self.emit("aten.stack.default", (Ref(first), Ref(second)), dim + 1, name=f"{x}_turned")
         return self.view(both, shape)

@@ -1,11 +1,12 @@
 """Attention kernels that return the log-sum-exp of their rows: where in their arguments is what.
 
-All are (queries, keys, values, ...), backward (gradient, queries, keys, values, ...); see native_functions.yaml.
+All are (queries, keys, values, ...), backward (gradient, queries, keys, values, ...), as PyTorch's
+native_functions.yaml says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.ir.program import Arg, Op, Ref
@@ -47,7 +48,7 @@ class Kernel:
     def arguments(
         self, op: Op, tensors: Sequence[str], mask: str | None, causal: bool
     ) -> tuple[list[Arg], dict[str, Arg]]:
-        """Those of a call like the op's on other tensors. Keyword arguments that are no kernel's are left out."""
+        """Those of a call like the op's, on other tensors. Keywords that the kernel has not are left out."""
         args, kwargs = list(op.args), {key: arg for key, arg in op.kwargs if key == "scale"}
         args[: len(tensors)] = map(Ref, tensors)
         if len(args) > self.causal:
@@ -90,10 +91,6 @@ KERNELS = {
 BACKWARDS = {
     _NAME.format(f"{_CPU}_backward"): Kernel(6, 7, None, 4, 5),
     _NAME.format(f"{_FLASH}_backward"): Kernel(10, 11, -1, 4, 5, (8, 9), (12, 13), (6, 7)),
-    _NAME.format(f"{_EFFICIENT}_backward"): Kernel(
-        9, 11, 4, 5, 6, (), (7, 8), (2, 3), lse_multiple=32
-    ),
-    _NAME.format(f"{_CUDNN}_backward"): Kernel(
-        13, 14, 8, 4, 5, (11, 12), (6, 7), (6, 7), lse_dims=4
-    ),
+    _NAME.format(f"{_EFFICIENT}_backward"): Kernel(9, 11, 4, 5, 6, (), (7, 8), (2, 3), lse_multiple=32),
+    _NAME.format(f"{_CUDNN}_backward"): Kernel(13, 14, 8, 4, 5, (11, 12), (6, 7), (6, 7), lse_dims=4),
 }

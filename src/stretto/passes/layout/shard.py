@@ -111,7 +111,9 @@ class _Walk:
         ahead = Ahead(program, size, specs)
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
-        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(own.best)
+        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(
+            own.best
+        )
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
         self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size, own.rules)
