@@ -53,7 +53,7 @@ GPTS = {"gpt": gpt, "gpt tied, learned positions": lambda: gpt(tie_embeddings=Tr
 
 
 def context(**given: Any) -> Parallel:
-    return Parallel(**{"microbatches": 2, "cp": 2, **given})
+    return Parallel(**{"microbatches": 2, "cp": 2, "cp_kind": "ring", **given})
 
 
 def collectives(job: Job) -> Counter[tuple[str, str]]:
@@ -112,6 +112,18 @@ def test_keys_and_values_move_once_each_way(kind: str, wanted: dict[str, int]) -
         started = [op for op in ops_of(job) if op.kind is not None]
         sent = {spec.numel for op in started for spec in op.outputs if spec is not None}
         assert sent == {1, 2 * heads * 4 * 2 * 8}  # rows, heads, tokens, features of keys and values
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kind"), [(4096, 4, "gathered"), (8192, 4, "ring"), (4096, 1, "ring")]
+)
+def test_a_ring_is_chosen_where_steps_hide_its_messages(tokens: int, heads: int, kind: str) -> None:
+    with torch.device("meta"):
+        model = small("LlamaForCausalLM", max_position_embeddings=tokens, num_key_value_heads=heads)
+    ids = torch.empty(2, tokens, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    job = capture(model, batch, huggingface_loss, context(cp_kind="auto"))
+    assert (("cp", "permute_next") in collectives(job)) == (kind == "ring")
 
 
 def attention_flops(job: Job) -> int:

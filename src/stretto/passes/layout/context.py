@@ -104,7 +104,8 @@ def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     """Step 1. kind: as the setting `cp_kind`."""
     backward = op.target in BACKWARDS
     if kind == "auto":
-        kind = _kind(*given.specs[backward : 2 + backward], given.size)
+        queries, keys = given.specs[backward : 2 + backward]
+        kind = _kind(queries, keys, given.size)
     at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
     if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
         return

@@ -12,12 +12,13 @@ import torch
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
 from stretto.ir.placed_by_rule import KEEP_ORDER, VIEW_OPS
 from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
-from stretto.passes.layout.emit import EXCHANGE, ON_THE_RANK, OVER, SLICE, Emitter
+from stretto.passes.layout.emit import EXCHANGE, OVER, SLICE, Emitter
 from stretto.passes.layout.kernels import KERNELS
 
 HEADS, ROWS = 1, 2
 """Dims of (batch, heads, sequence, features)."""
 
+JOB_DEVICE = Const("device", "job")
 _OTHERS = (
     *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE),
     *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
@@ -158,7 +159,7 @@ class StepOps:
         key = f"{which}_{step}" if which == "either" else f"half_{which}"
 
         def make() -> str:
-            two = Ref(self.once("two", lambda: self.emit("two", "arange.default", 2, **ON_THE_RANK)))
+            two = Ref(self.once("two", lambda: self.emit("two", "arange.default", 2, device=JOB_DEVICE)))
             if which == "either":
                 chosen = self.emit("is_half", "eq.Tensor", two, Ref(self.either(step)))
             else:
@@ -174,7 +175,9 @@ class StepOps:
         return self.once("rank", lambda: self.emit("rank", INDEX, self.axis, self.size))
 
     def _numbers(self) -> str:
-        return self.once("numbers", lambda: self.emit("numbers", "arange.default", self.size, **ON_THE_RANK))
+        return self.once(
+            "numbers", lambda: self.emit("numbers", "arange.default", self.size, device=JOB_DEVICE)
+        )
 
     def _of_step(self, every: str, what: str, step: int) -> str:
         name = f"{what}_{step}"

@@ -154,7 +154,7 @@ class _Attention:
         return tiles
 
     def _flops(self, op: Op, q: str, k: str) -> int:
-        return op.flops * self.ops.shape(q)[ROWS] * self.ops.shape(k)[ROWS] // self.area
+        return int(op.flops * self.ops.shape(q)[ROWS] * self.ops.shape(k)[ROWS] // self.area)
 
     # --- step 3 ---------------------------------------------------------------------------------------------
 

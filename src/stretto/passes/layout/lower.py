@@ -51,6 +51,8 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
 
     if op.target == REDUCE:
         return collective(ALL_REDUCE, x, op.args[1])
+    made = op.outputs[0]
+    assert made is not None
     if op.target == EXCHANGE:
         before, after = op.args[1:3]
         shape = out.specs[x].shape
@@ -58,9 +60,8 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
         x = permuted(out.view(out.contiguous(x), factors), _moved(len(factors), after, 0))
         sent = out.specs[x].shape  # what goes to each rank, and then what comes from each
         x = collective(ALL_TO_ALL, out.view(x, (sent[0] * sent[1], *sent[2:])))
-        return out.view(permuted(out.view(x, sent), _moved(len(sent), 0, before)), op.outputs[0].shape)
-    dim, blocks, made = op.args[1], op.args[2], op.outputs[0]
-    assert made is not None
+        return out.view(permuted(out.view(x, sent), _moved(len(sent), 0, before)), made.shape)
+    dim, blocks = op.args[1:3]
     shape = made.shape if op.target == GATHER else out.specs[x].shape  # of the full value
     inner = shape[dim] // blocks // size
     factors = (*shape[:dim], *((blocks,) if blocks > 1 else ()), size, inner, *shape[dim + 1 :])
