@@ -20,10 +20,12 @@ from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Job, Op
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
+from stretto.models.moe import moe_token_sum
 from stretto.parallelize.layout import layout_of
 from stretto.runtime.local import run_threads
 from stretto.verifying import verify
 from tests.clusters import cores
+from tests.parallelize import mixtures
 from tests.parallelize.equality import (
     MODELS,
     SMALL,
@@ -176,12 +178,35 @@ def each_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
+class Packed(Encoder):
+    """Tokens see those of their own document that are before them."""
+
+    def forward(self, ids: Tensor, document: Tensor) -> Tensor:
+        rows, length = ids.shape
+        q, k, v = self.qkv(self.embed(ids)).view(rows, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        at = torch.arange(length, device=ids.device)
+        mask = (document[:, None, :, None] == document[:, None, None, :]) & (at[:, None] >= at)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.head(mixed.transpose(1, 2).reshape(rows, length, 16))  # type: ignore[no-any-return]
+
+
+def packed() -> dict[str, Tensor]:
+    ends = torch.tensor([[3, 9], [5, 12], [8, 10], [1, 15]])
+    return {**batch_of(), "document": torch.searchsorted(ends, torch.arange(LENGTH).repeat(4, 1))}
+
+
+def of_documents(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    made = model(batch["input_ids"], batch["document"])
+    return nn.functional.cross_entropy(made.flatten(0, 1), batch["labels"].flatten())
+
+
 def fewer_heads_of_keys() -> nn.Module:
     """With a mask, `transformers` repeats them."""
     return small("MistralForCausalLM", sliding_window=4, num_key_value_heads=2)
 
 
 MASKS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Tensor], float]] = {
+    "packed": (Packed, of_documents, packed(), 1e-10),
     "none": (Encoder, each_token, batch_of(), 1e-10),
     "sliding": (lambda: small("MistralForCausalLM", sliding_window=4), huggingface_loss, batch_of(), 1e-10),
     "sliding, fewer heads of keys": (fewer_heads_of_keys, huggingface_loss, batch_of(), 1e-10),
@@ -228,6 +253,14 @@ def test_a_sum_is_divided_by_the_count_of_all_tokens(how: dict[str, Any]) -> Non
     assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_sum, batch)
 
 
+@pytest.mark.parametrize("how", [{}, {"dp": 2, "ep": 2}], ids=str)
+def test_experts_choose_from_the_tokens_of_all_ranks(how: dict[str, Any]) -> None:
+    model = mixtures.model_of(mixtures.DROPLESS, layers=1)
+    job = capture(model, mixtures.batch(), moe_token_sum, context(**{"microbatches": 1, **how}))
+    plan = stretto.plan(job, cores(), order="list")
+    assert_plan_is_plain(plan, model, moe_token_sum, mixtures.batch())
+
+
 def test_a_mean_is_of_the_tokens_of_all_ranks() -> None:
     model, batch = gpt().double(), batch_of()
     batch["labels"][:, :4] = -100
@@ -271,6 +304,8 @@ def test_draws_differ_between_the_parts_of_a_sequence() -> None:
     ("given", "message"),
     [
         ({"cp": 3}, "a sequence of 16 cannot be shared equally by 3 ranks"),
+        ({"cp": 8}, "a sequence of 16 cannot be shared equally by 8 ranks, in 16 blocks of two tokens"),
+        ({"cp": 8, "cp_kind": "ulysses"}, "has 4 heads on a rank, which 8 ranks cannot share equally"),
         ({"ampipe_degree": 2}, "ampipe_degree = 2 does not go with cp = 2 yet"),
     ],
     ids=str,

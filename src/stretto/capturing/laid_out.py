@@ -91,10 +91,10 @@ def _along_context(
             f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
             "drop cp"
         )
-    if length % (blocks * size):
+    if length % (blocks * size) or length == blocks * size:
         raise UsageError(
-            f"cp: a sequence of {length} cannot be shared equally by {size} ranks in {blocks * size} blocks: "
-            "change one of them"
+            f"cp: a sequence of {length} cannot be shared equally by {size} ranks, in {blocks * size} blocks "
+            "of two tokens or more: change one of them"
         )
     best, above = rows_of_masks(ahead, blocks)
     parts = sequences(program, length, traced.full, above - best.keys(), blocks)

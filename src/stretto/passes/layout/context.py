@@ -109,6 +109,9 @@ def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
     if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
         return
+    lengths = {spec.shape[QUERY_DIM] for spec in given.specs[backward : 2 + backward]}
+    if kernel.is_causal(op) and len(lengths) > 1:
+        return
     rows, mask = sharded(QUERY_DIM, at.blocks), kernel.mask_of(op)
     own = [
         spec is not None and len(spec.shape) >= 3 and not (backward and k >= 3)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
 from stretto.ir.program import GETITEM, Op, Ref
 from stretto.passes.layout.context_ops import HEADS, ROWS, Half, Merged, StepOps, Summed, summed_in
@@ -324,6 +325,13 @@ class _Attention:
 
     def _forward_of_heads(self, *tensors: str) -> list[str]:
         ops, tile = self.ops, _Tile(0, causal=self.causal)
+        for x in tensors:
+            heads = ops.shape(x)[HEADS]
+            if heads % ops.size:
+                raise UsageError(
+                    f'cp_kind = "ulysses": {self.op.module} has {heads} heads on a rank, which {ops.size} '
+                    'ranks cannot share equally: give cp_kind = "ring"'
+                )
         q, k, v = (ops.exchanged(x, ROWS, HEADS, f"{n}_heads") for n, x in zip("qkv", tensors, strict=True))
         if ops.mask is not None and ops.shape(ops.mask)[-3:-2] == (ops.shape(tensors[0])[HEADS],):
             dim = len(ops.shape(ops.mask)) - 3
