@@ -91,7 +91,7 @@ def test_what_is_fixed_is_not_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cp=2", "expected KEY=VALUE with a key of pp, dp"),
+        ("sp=2", "expected KEY=VALUE with a key of pp, dp"),
         ("tp", "expected KEY=VALUE"),
         ("tp=0", "--fix tp=0: tp = 0"),
         ("tp=two", "--fix tp=two: tp = 'two'"),

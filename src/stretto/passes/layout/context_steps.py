@@ -87,7 +87,7 @@ class _Tile:
 
 
 class _Attention:
-    """One op, forward and backward. saved: of each tile, the kernel's call; whole: of "ulysses", what the
+    """One op, forward and backward. saved: of each tile, the kernel's call; exchanged: of "ulysses", what the
     backward reads again; all_pairs: of "gathered", the keys and values of all ranks; times: how often
     heads of keys are repeated, once they have come."""
 
@@ -98,7 +98,7 @@ class _Attention:
         rows = self.ops.shape(op.args[0].name)[ROWS]
         self.area = rows * rows * self.ops.size
         self.saved: dict[_Tile, str] = {}
-        self.whole: tuple[str, ...] = ()
+        self.exchanged: tuple[str, ...] = ()
         self.all_pairs, self.times = "", 1
 
     # --- step 1 ---------------------------------------------------------------------------------------------
@@ -341,12 +341,12 @@ class _Attention:
         value, lse = (
             ops.emit(n, GETITEM, Ref(self.saved[tile]), at) for at, n in enumerate(("value", "lse"))
         )
-        self.whole = (q, k, v, value, lse)
+        self.exchanged = (q, k, v, value, lse)
         plain = self._plain_lse(lse, ops.shape(value)[:-1])
         return [ops.exchanged(value, HEADS, ROWS, "rows"), plain]
 
     def _backward_of_heads(self, op: Op, kernel: Kernel, grad: str) -> list[str]:
         grad = self.ops.exchanged(grad, ROWS, HEADS, "grad_heads")
         tile = next(iter(self.saved))
-        made = self._gradients(op, kernel, tile, (grad, *self.whole))
+        made = self._gradients(op, kernel, tile, (grad, *self.exchanged))
         return [self.ops.exchanged(x, HEADS, ROWS, f"d{n}_rows") for n, x in zip("qkv", made, strict=True)]

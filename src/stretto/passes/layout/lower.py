@@ -33,7 +33,7 @@ def lower(program: StepProgram) -> StepProgram:
 
 
 def _moved(count: int, before: int, after: int) -> tuple[int, ...]:
-    """The order of dims in which one of them stands elsewhere."""
+    """The order of dims with one of them elsewhere."""
     order = [dim for dim in range(count) if dim != before]
     order.insert(after, before)
     return tuple(order)
