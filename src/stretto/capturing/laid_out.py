@@ -173,7 +173,9 @@ def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
     size = 1 if layout.tensor is None else layout.tensor.size
     result = {
-        name: tuple(one for one in of if one.copies < size or TENSOR in partial.get(name, ()))
+        name: tuple(
+            one for one in of if one.axis != TENSOR or one.copies < size or TENSOR in partial.get(name, ())
+        )
         for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}
