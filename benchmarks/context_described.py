@@ -1,10 +1,10 @@
 """Long sequences that H100s share, predicted from the catalogue: what of a ring's messages is hidden.
 
-    python -m benchmarks context-described [LAYERS]
+    python -m benchmarks context-described [LAYERS [CP...]]
 
-Layers of an 8B Llama (hidden 4096, 32 heads, 8 of keys, vocabulary 128256) over cp and tp = 8, sequence-parallel,
-one sample of 16,384 tokens for each rank of cp, captured on the meta device and planned with described costs.
-Prints the table of docs/context-parallel.md.
+Layers of an 8B Llama (hidden 4096, 32 heads, 8 of keys, vocabulary 128256) over cp and tp = 8, with sequence
+parallelism, of one sample of 16,384 tokens for each rank of cp, captured on the meta device and planned with
+described costs. Prints the table of docs/context-parallel.md.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def ring_us(timeline: Timeline, kind: SpanKind) -> float:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    layers = int(arguments[0]) if arguments else LAYERS
-    print("| tokens | cp | step ms | messages ms | exposed ms | hidden | GB a rank |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for cp in SIZES:
+    layers, *sizes = map(int, arguments) if arguments else (LAYERS,)
+    print("| layers | tokens | cp | step ms | messages ms | exposed ms | hidden | GB a rank |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for cp in sizes or SIZES:
         length = TOKENS * cp
         ids = torch.empty(1, length, dtype=torch.int64, device="meta")
         batch = {"input_ids": ids, "labels": ids}
@@ -62,5 +62,5 @@ def main(arguments: Sequence[str] = ()) -> None:
         timeline = simulate(plan)
         sent, exposed = (ring_us(timeline, kind) for kind in (SpanKind.MESSAGE, SpanKind.EXPOSED))
         step, peak = plan.prediction.step_us / 1e3, max(plan.prediction.peak_bytes) / 1e9
-        cells = f"{length:,} | {cp} | {step:.1f} | {sent / 1e3:.1f} | {exposed / 1e3:.1f}"
+        cells = f"{layers} | {length:,} | {cp} | {step:.1f} | {sent / 1e3:.1f} | {exposed / 1e3:.1f}"
         print(f"| {cells} | {100 * (1 - exposed / sent):.1f} % | {peak:.1f} |", flush=True)

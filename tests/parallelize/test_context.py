@@ -79,6 +79,7 @@ def ops_of(job: Job) -> list[Op]:
         ("gpt tied, learned positions", {"dp": 2}),
         ("llama, fewer heads of keys", {}),
         ("gpt2", {"tp": 2}),
+        ("gemma2", {}),  # attention of products and a softmax
         ("llama", SP),
         ("llama, fewer heads of keys", {"tp": 4, "sequence_parallel": True}),
         ("gpt", {"pp": 2, "schedule": "1f1b"}),
