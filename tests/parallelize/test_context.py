@@ -92,7 +92,8 @@ def ops_of(job: Job) -> list[Op]:
 def test_plans_are_verified_and_equal_the_plain_model(name: str, how: dict[str, Any]) -> None:
     model, batch = (MODELS | GPTS)[name]().double(), batch_of(4 * how.get("dp", 1))
     plan = stretto.plan(capture(model, batch, loss_of(name), context(**how)), cores(), order="list")
-    assert_plan_is_plain(plan, model, loss_of(name), batch)
+    tolerance = 1e-6 if name == "gemma2" else 1e-10  # its softmax is in float32
+    assert_plan_is_plain(plan, model, loss_of(name), batch, tolerance)
 
 
 @pytest.mark.parametrize(
