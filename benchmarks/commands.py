@@ -266,6 +266,7 @@ SCRIPTS = {
     "attention-kernel": "A Llama captured as it is, and with its mask written out.",
     "braid": "Tensor-parallel all-reduces of a pipeline that hide, beside STP's braid.",
     "chunks-described": "Dense blocks in chunks on 8 H100, predicted from the catalogue.",
+    "context-described": "Long sequences that H100s share, predicted from the catalogue.",
     "fit-steps": "Fit the factors of a training step that no sheet says.",
     "grid": "What plans of 36 jobs promise and what planning takes, before and after a change.",
     "moe-described": "Experts on 16 H100, predicted from the catalogue.",

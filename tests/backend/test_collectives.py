@@ -31,6 +31,8 @@ CASES: list[tuple[str, str]] = [
     ("reduce_scatter", "sum"),
     ("all_to_all", ""),
     ("all_to_all_sized", "sizes"),
+    ("permute_next", ""),
+    ("permute_previous", ""),
 ]
 CPU = torch.device("cpu")
 
@@ -53,6 +55,8 @@ def expected(kind: str, told: str, values: Sequence[Tensor], me: int) -> Tensor:
         return sum(values[1:], values[0]).chunk(size)[me]
     if kind == "all_to_all":
         return torch.cat([value.chunk(size)[me] for value in values])
+    if kind.startswith("permute"):
+        return values[(me + (1 if kind == "permute_previous" else -1)) % size]
     return torch.cat([v.split(list(sizes))[me] for v, sizes in zip(values, SIZES[size], strict=True)])
 
 
@@ -165,6 +169,10 @@ def test_accelerators_call_the_library(kind: str, told: str, monkeypatch: pytest
         more += [[2, 0, 4], [4, 0, 2]]
     elif kind == "all_to_all":
         more += [None, None]
+    elif kind == "permute_next":
+        more += [[ROWS, 0, 0], [0, 0, ROWS]]
+    elif kind == "permute_previous":
+        more += [[0, 0, ROWS], [ROWS, 0, 0]]
     assert rest == more
 
 

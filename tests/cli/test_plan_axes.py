@@ -46,7 +46,7 @@ def test_all_axes_on_a_cluster_by_name(tmp_path: Path) -> None:
         (AXES, "h100x4", "pp = 2, dp = 2, tp = 2 needs 8 devices, but h100x4 has 4"),
         (AXES, "q100x8", "--cluster q100x8: unknown cluster 'q100x8': no device is called 'q100'"),
         (("parallel.tp=3",), "h100x8", "must be a multiple of parallel.tp = 3"),
-        (("parallel.cp=2",), "h100x8", "parallel.cp = 2: there is no such setting; known are parallel.pp, "),
+        (("parallel.cp=3",), "h100x8", "must be a multiple of twice parallel.cp = 3: each rank has two"),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, changes: tuple[str, ...], cluster: str, message: str) -> None:

@@ -104,6 +104,26 @@ def test_mixtral_8x7b(tmp_path: Path) -> None:
     assert made.of("unknown") == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("", "auto"),
+        ("--cp-comm-type p2p", "ring"),
+        ("--cp-comm-type all_gather", "gathered"),
+        ("--cp-comm-type a2a", "ulysses"),
+        ("--context-parallel-algo megatron_cp_algo", "ring"),
+        ("--context-parallel-algo ulysses_cp_algo", "ulysses"),
+        ("--context-parallel-algo hybrid_cp_algo", "auto"),
+    ],
+)
+def test_ranks_that_share_the_sequence(tmp_path: Path, flags: str, kind: str) -> None:
+    made = convert([SMALL, f"--context-parallel-size 4 {flags}"], ranks=8)
+    layout = read(made, tmp_path).parallel
+    assert (layout.dp, layout.cp, layout.cp_kind) == (2, 4, kind)
+    if "hybrid" in flags:
+        assert fates(made)["--context-parallel-algo"] == "lacking"
+
+
 def test_ampipe_and_pipe_experts_of_mindspeed(tmp_path: Path) -> None:
     made = convert([AMPIPE])
     found = read(made, tmp_path)
@@ -181,7 +201,6 @@ FAULTS = r"""
 --lr-decay-style WSD => append --lr-decay-style cosine
 --lr-warmup-fraction 2 => --lr-warmup-fraction 2: expected a number from 0 to 1
 --split a,b => --split a,b: expected up to three shares
---context-parallel-size 2 => append --context-parallel-size 1
 --num-experts 4 --moe-layer-freq 2 => append --moe-layer-freq 1, or a list such as ([0]*1+[1]*3)
 --num-experts 4 --moe-layer-freq [1]*9 => expected a number from 1 on, or a list of 0 and 1
 --num-experts 4 --moe-layer-freq [1]*999999999 => expected a number from 1 on, or a list of 0 and 1

@@ -89,6 +89,14 @@ def test_a_measured_ring_is_scaled_as_its_row_says(kind: str, members: int, wish
     assert found.processor_us_per_mb == pytest.approx(want.processor_us_per_mb)
 
 
+@given(FABRICS, GROUPS, NBYTES)
+def test_a_permutation_is_a_message_however_many_there_are(
+    fabric: Fabric, at: tuple[int, int], nbytes: float
+) -> None:
+    permuted = collective_us("permute_next", nbytes, Group(*at), fabric)
+    assert permuted == collective_us("send", nbytes, Group(2, 1) if at[1] == 1 else Group(1, 2), fabric)
+
+
 def test_a_group_of_one_takes_no_time() -> None:
     assert collective_us("all_reduce", 1e9, Group(1, 1), device("h100").fabric()) == 0.0
 

@@ -6,7 +6,6 @@ import copy
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,16 +188,6 @@ def test_an_interruption_ends_all_ranks() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
-
-
-def test_a_batch_that_is_divided_over_another_axis_than_dp() -> None:
-    """The proofs know sums over cp, and losses are shared out over dp alone: gradients would be cp times as
-    large."""
-    plan = plan_for(Chain())
-    plan = replace(plan, job=replace(plan.job, axes=(("cp", 2),)))
-    message = refused(plan, Chain(), rows())
-    assert "divides its batch over cp = 2 ranks" in message
-    assert "plan with dp in its place" in message
 
 
 def test_a_step_is_replayed_on_accelerators_only() -> None:

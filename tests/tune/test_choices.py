@@ -27,6 +27,15 @@ def test_layouts_use_all_devices_and_share_the_batch_evenly(tmp_path: Path) -> N
     assert shapes == {(pp, 8 // pp // tp, tp) for tp in (1, 2, 4) for pp in (1, 2, 4) if pp * tp <= 8}
 
 
+def test_ranks_share_long_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {one.cp for one in Choices(settings(tmp_path), 8).layouts()} == {1}
+    monkeypatch.setattr("stretto.tune.choices.LONG", 1)
+    found = list(Choices(settings(tmp_path), 8).layouts())
+    assert {one.cp for one in found} == {1, 2, 4, 8}
+    assert all(one.pp * one.dp * one.cp * one.tp == 8 for one in found)
+    assert {one.cp for one in Choices(settings(tmp_path), 8, {"cp": 2}).layouts()} == {2}
+
+
 def test_what_is_refused_has_the_words_of_the_settings(tmp_path: Path) -> None:
     choices = Choices(settings(tmp_path), 8)
     list(choices.layouts())
@@ -82,7 +91,7 @@ def test_what_is_fixed_is_not_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cp=2", "expected KEY=VALUE with a key of pp, dp"),
+        ("sp=2", "expected KEY=VALUE with a key of pp, dp"),
         ("tp", "expected KEY=VALUE"),
         ("tp=0", "--fix tp=0: tp = 0"),
         ("tp=two", "--fix tp=two: tp = 'two'"),

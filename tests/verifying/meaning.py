@@ -24,7 +24,7 @@ _ROWS: dict[int, tuple[int, int, int]] = {}
 value, gathered in order, are that value again."""
 
 
-DATA = ("dp", "cp", "ep")
+DATA = ("dp", "ep")
 """Axes whose ranks have other data, so that all gradients and the loss are summed over them."""
 
 
@@ -40,7 +40,7 @@ def external(job: Job, name: str, at: dict[str, int], microbatch: int) -> int:
         parameter = next(p for p in job.parameters if p.name == own)
         return mixed("param", parameter.tied_to, *(at[shard.axis] for shard in parameter.shards))
     if kind == "batch":
-        return mixed(name, microbatch, *(at.get(axis, 0) for axis in ("dp", "cp", "ep")))
+        return mixed(name, microbatch, *(at.get(axis, 0) for axis in DATA))
     return mixed(name)
 
 

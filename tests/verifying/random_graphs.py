@@ -221,6 +221,8 @@ class _Graph:
         size = self.sizes[axis]
         source = self.draw.choice(own[-3:])
         rows, *rest = self.specs[source].shape or (0,)
+        if axis == "cp":
+            kind = "all_gather"  # nothing differs along it, so that nothing is summed
         if kind == "all_gather":
             rows *= size
         elif kind == "reduce_scatter":

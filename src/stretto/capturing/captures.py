@@ -36,6 +36,8 @@ TRACED_BY = (
     "tp",
     "sequence_parallel",
     "tp_plan",
+    "cp",
+    "cp_kind",
     "ep",
     "ep_plan",
     "ep_buffer",

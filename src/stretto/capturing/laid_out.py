@@ -1,9 +1,10 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. The sequence is cut in chunks (`stretto.passes.layout.chunks`), and a rank's ops come in the place of
-   modules of experts (`stretto.capturing.experts`). Placements of parameters come from the plan
-   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
-   the sequence.
+1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
+   leaves (`stretto.passes.layout.context`). The sequence is cut in chunks (`stretto.passes.layout.chunks`),
+   and a rank's ops come in the place of modules of experts (`stretto.capturing.experts`). Placements of
+   parameters over tp come from the plan (`stretto.parallelize.tensor`); with sequence parallelism, what
+   enters the first block is sharded along the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -23,17 +24,20 @@ from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import TENSOR
+from stretto.ir.axes import CP, TENSOR
+from stretto.ir.op_names import ATTENTION
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
+from stretto.passes.layout.context import rows_of_masks, rules_of, sequence_of, sequences, with_plain_lse
+from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
-from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
+from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
 
@@ -51,9 +55,18 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
                 "the code computes in full: leave it out"
             )
     program = with_equal_views_once(program_of(traced))
-    placed: Mapping[str, AxisPlacement] = {}
-    partial: Collection[str] = ()
+    placed: list[Mapping[str, AxisPlacement]] = []
+    partial: dict[str, tuple[str, ...]] = {}
+
+    def along(axis: str, made: ShardedProgram) -> StepProgram:
+        placed.append(made.placed)
+        for root in made.partial:
+            partial[root] = (*partial.get(root, ()), axis)
+        return made.program
+
     try:
+        if layout.context > 1:
+            program = along(CP.name, _along_context(program, traced, layout))
         wishes = stream(program, layout)
         if layout.chunks is not None:
             chunked = _in_chunks(program, layout, _may_be_partial(traced))
@@ -64,16 +77,47 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
         program, traced = with_experts(program, model, layout, traced)
         if layout.tensor is not None:
             layout, made = _along_tensor(program, traced, layout, layout.tensor, wishes)
-            program, placed, partial = made.program, made.placed, made.partial
+            program = along(TENSOR, made)
     except MisfitError as error:
         raise CaptureError(
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
         ) from None
-    return _as_traced(traced, layout, program, placed, partial, skip_passes)
+    first = {name for one in placed for name, at in one.items() if at.is_sharded and at.dim == 0}
+    return _as_traced(traced, layout, program, partial, frozenset(first), skip_passes)
 
 
 def _may_be_partial(traced: Traced) -> frozenset[str]:
     return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+
+
+def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
+    """Raises UsageError for a sequence that ranks cannot share equally."""
+    size = layout.context
+    blocks = 1 if layout.context_kind == "ulysses" else 2
+    program = with_plain_lse(program)
+    ahead = Ahead(program, size, dict(program.given))
+    length = sequence_of(ahead, traced.full)
+    if not length:
+        raise UsageError(
+            f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
+            "drop cp"
+        )
+    if length % (blocks * size) or length == blocks * size:
+        raise UsageError(
+            f"cp: a sequence of {length} cannot be shared equally by {size} ranks, in {blocks * size} blocks "
+            "of two tokens or more: change one of them"
+        )
+    best, above = rows_of_masks(ahead, blocks)
+    parts = sequences(program, length, traced.full, above - best.keys(), blocks)
+    own = AxisRules(parts, best, rules_of(layout.context_kind), mirrored=blocks == 2)
+    made = shard(program, CP.name, size, {}, {}, _may_be_partial(traced), own)
+    for one in made.gathered:
+        if one.op.target in ATTENTION:
+            raise UsageError(
+                f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
+                "compute the rows of their own queries: drop cp"
+            )
+    return made
 
 
 def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
@@ -112,22 +156,21 @@ def _as_traced(
     traced: Traced,
     layout: Layout,
     program: StepProgram,
-    placed: Mapping[str, AxisPlacement],
-    partial_roots: Collection[str],
+    partial: Mapping[str, tuple[str, ...]],
+    sharded_first: frozenset[str],
     skip_passes: Collection[str],
 ) -> Traced:
-    """Steps 2 and 3."""
-    low = lower(program)
+    """Steps 2 and 3. partial: root -> axes along which it is a partial sum; sharded_first: values that are
+    sharded along their first dim."""
+    low = lower(in_steps(program))
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
     ops = [
         TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
     ]
-    first = frozenset(value for value, at in placed.items() if at.is_sharded and at.dim == 0)
-    ops, now = passed(ops, set(low.roots.values()), low.given, first, skip_passes)
+    ops, now = passed(ops, set(low.roots.values()), low.given, sharded_first, skip_passes)
     roots = {root: now.get(value, value) for root, value in low.roots.items()}
-    partial = dict.fromkeys(partial_roots, (TENSOR,))
     gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
     return replace(
         traced,
@@ -159,11 +202,13 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(layout: Layout, partial: Collection[str]) -> dict[str, tuple[Shard, ...]]:
+def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
     size = 1 if layout.tensor is None else layout.tensor.size
     result = {
-        name: tuple(one for one in of if one.axis != TENSOR or one.copies < size or name in partial)
+        name: tuple(
+            one for one in of if one.axis != TENSOR or one.copies < size or TENSOR in partial.get(name, ())
+        )
         for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}

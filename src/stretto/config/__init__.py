@@ -259,7 +259,12 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"{-(-training.global_batch // pieces) * pieces}",
         ),
         (
-            parallel.sequence_parallel and length % parallel.tp,
+            parallel.cp > 1 and length % (2 * parallel.cp),
+            f"data.sequence_length = {length} must be a multiple of twice parallel.cp = {parallel.cp}: each "
+            "rank has two equal blocks",
+        ),
+        (
+            parallel.sequence_parallel and length // parallel.cp % parallel.tp,
             f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
             "sequence_parallel gives each rank an equal part",
         ),

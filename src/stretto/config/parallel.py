@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
 from stretto.config.stage_text import read_stages
-from stretto.errors import UsageError, meant
+from stretto.errors import meant
 from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
@@ -107,6 +107,14 @@ class ParallelSettings(Settings):
     """Which modules are sharded over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is
     one part of a name) and a style: "colwise", "packed_colwise:3", "rowwise", "vocabulary", "experts" or
     "replicated". Without it, the model's own plan."""
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Context-parallel ranks, which share the sequence of every sample: each computes its own tokens, and
+    attention of their queries to the keys of all. The sequence is a multiple of twice as many: each has an
+    early block and a late one, so that causal masks leave all as much to do."""
+    cp_kind: Literal["auto", "ring", "gathered", "ulysses"] = "auto"
+    """How context-parallel ranks get the keys and values of others: by a "ring" of messages, which hides
+    under attention; "gathered" at once, before it; or, with "ulysses", all tokens of fewer heads. "auto" is
+    a ring where a step computes more than 1,000 flops for each byte of its message, else "gathered"."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"
@@ -144,7 +152,7 @@ class ParallelSettings(Settings):
     @property
     def world(self) -> int:
         """Ranks of a run."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def stages_asked(self) -> int | None:
@@ -168,7 +176,7 @@ class ParallelSettings(Settings):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(axis, size) other than pp of the axes that are used, outermost first."""
-        sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
+        sizes = (("dp", self.dp // self.ep), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
 
     @model_validator(mode="after")
@@ -176,7 +184,7 @@ class ParallelSettings(Settings):
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
         for what, count, most in (
-            ("pp times dp times tp is the number of ranks", self.world, MOST_RANKS),
+            ("pp times dp times cp times tp is the number of ranks", self.world, MOST_RANKS),
             ("stages times microbatches is what a schedule orders", stages * self.microbatches, MOST_ACTIONS),
         ):
             if count > most:
@@ -189,6 +197,10 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
+            )
+        if self.cp > 1 and self.ampipe_degree != 1:
+            raise ValueError(
+                f"ampipe_degree = {self.ampipe_degree!r} does not go with cp = {self.cp} yet: drop one"
             )
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
@@ -259,13 +271,3 @@ class Parallel(NamedArguments, ParallelSettings):
     Each field in full: docs/settings.md, `[parallel]`. Raises UsageError that names the argument and what is
     allowed.
     """
-
-    if not TYPE_CHECKING:  # as in `NamedArguments`
-
-        def __init__(self, **given: Any) -> None:
-            if "cp" in given:
-                raise UsageError(
-                    "Parallel(cp=...): context parallelism is to come; today a job is distributed over pp, "
-                    "dp, ep and tp"
-                )
-            super().__init__(**given)

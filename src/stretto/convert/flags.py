@@ -103,6 +103,11 @@ needs --use-pipe-experts: one slice is no cut, or expert-parallel ranks send not
     pipe-experts-multi-data:i=1
 
     tensor-model-parallel-size:i=1->parallel.tp pipeline-model-parallel-size:i=1->parallel.pp
+    context-parallel-size:i=1->parallel.cp
+
+there is one context-parallel rank
+    cp-comm-type:m
+    context-parallel-algo:(ulysses_cp_algo|megatron_cp_algo|hybrid_cp_algo|adaptive_cp_algo|hybrid_adaptive_cp_algo)
 
 there is one tensor-parallel rank
     sequence-parallel tp-comm-overlap use-ascend-mc2 use-ascend-coc
@@ -248,9 +253,9 @@ it is about Megatron's own process: logs, timers, garbage, checks
 every token counts alike, however microbatches and copies share them
     calculate-per-token-loss
 
-it says how context-parallel ranks work together, and there are none
-    cp-comm-type:m context-parallel-algo:t ulysses-degree-in-cp:i cp-window-size:i
-    use-cp-send-recv-overlap use-fused-ring-attention-update hierarchical-context-parallel-sizes:m
+messages of context-parallel ranks are ordered by planning
+    ulysses-degree-in-cp:i cp-window-size:i use-cp-send-recv-overlap use-fused-ring-attention-update
+    hierarchical-context-parallel-sizes:m
 
 it is about multi-latent attention, which is not asked for
     q-lora-rank:i kv-lora-rank:i qk-head-dim:i qk-pos-emb-head-dim:i v-head-dim:i qk-rope-head-dim:i
@@ -358,10 +363,6 @@ the held-out text is measured in eval-iters batches
 REFUSED = _rows(
     "refused",
     """
-context parallelism is to come: append --context-parallel-size 1, whose ranks are then data-parallel ones,
-and see that a rank has room for a full sequence
-    context-parallel-size:i=1
-
 its attention is another model: write model.kind = "huggingface" with DeepseekV3ForCausalLM by hand
     multi-latent-attention multi-head-latent-attention
 

@@ -40,10 +40,14 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
     """The table `[parallel]` and the global batch. ranks: of the run; real: `real_layers`."""
     tp, pp = tally.need("--tensor-model-parallel-size"), tally.need("--pipeline-model-parallel-size")
     micro = tally.need("--micro-batch-size")
-    dp = _copies(tally, tp * pp, ranks)
+    cp = tally.need("--context-parallel-size")
+    others, named = tp * pp * cp, "tp x pp" if cp == 1 else "tp x pp x cp"
+    dp = _copies(tally, others, named, ranks)
     if dp is not None:
-        tally.put("parallel.dp", dp, why=f"{ranks} ranks over tp x pp = {tp * pp}")
+        tally.put("parallel.dp", dp, why=f"{ranks} ranks over {named} = {others}")
         _put_batch(tally, micro, dp)
+    if cp > 1:
+        _put_context(tally)
     if tp > 1:
         if tally.get("--sequence-parallel"):
             tally.put("parallel.sequence_parallel", True, "--sequence-parallel")
@@ -58,17 +62,38 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
     _put_recompute(tally)
 
 
-def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
+CP_KINDS = {
+    "p2p": "ring",
+    "megatron_cp_algo": "ring",
+    "all_gather": "gathered",
+    "a2a": "ulysses",
+    "ulysses_cp_algo": "ulysses",
+}
+"""Ways of context-parallel ranks -> `cp_kind`."""
+
+
+def _put_context(tally: Tally) -> None:
+    for flag in ("--context-parallel-algo", "--cp-comm-type"):
+        given = tally.get(flag) if tally.is_given(flag) else None
+        named = given if isinstance(given, list) else [given]
+        kinds = {CP_KINDS.get(one, "") for one in named if one is not None}
+        if len(kinds) == 1 and "" not in kinds:
+            tally.put("parallel.cp_kind", kinds.pop(), flag)
+        elif kinds:
+            tally.lack("keys and values go around one ring in all layers", flag)
+
+
+def _copies(tally: Tally, others: int, named: str, ranks: int | None) -> int | None:
     if ranks is None:
         tally.refused.append(
             "how many ranks there are, the command does not say: give --world N (or the torchrun command "
-            f"with --nproc_per_node and --nnodes), a multiple of tp x pp = {others}"
+            f"with --nproc_per_node and --nnodes), a multiple of {named} = {others}"
         )
         return None
     if ranks % others:
         flags = [tally.written(n) for n in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")]
         tally.refused.append(
-            f"{', '.join(flags)}: {ranks} ranks are no multiple of tp x pp = {others}; give --world "
+            f"{', '.join(flags)}: {ranks} ranks are no multiple of {named} = {others}; give --world "
             f"{-(-ranks // others) * others}, or fewer ranks to each"
         )
         return None

@@ -35,7 +35,7 @@ class Axis:
 
 PP = Axis("pp", "stages", Sums.TIED)
 DP = Axis("dp", "batch", Sums.ALL)
-CP = Axis("cp", "sequence", Sums.ALL)
+CP = Axis("cp", "sequence", Sums.PARTIAL)
 EP = Axis("ep", "experts", Sums.ALL)
 TP = Axis("tp", "parameters", Sums.PARTIAL)
 
@@ -52,6 +52,9 @@ PIPELINE = PP.name
 
 TENSOR = TP.name
 """Along it, values are equal unless the program says otherwise."""
+
+WITHIN = tuple(axis.name for axis in BY_NAME.values() if axis.sums is Sums.PARTIAL)
+"""Axes whose ranks share every sample: along them, the program says which values differ."""
 
 
 def sums_of(axis: str) -> Sums:

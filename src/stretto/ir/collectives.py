@@ -49,6 +49,14 @@ def _sized(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
     return start, start + sizes[receiver]
 
 
+def _next(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+    return (0, rows) if receiver == (sender + 1) % size else (0, 0)
+
+
+def _previous(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+    return _next(rows, receiver, sender, size, how)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of communication.
@@ -188,13 +196,24 @@ ALL_TO_ALL_SIZED = Kind(
     sized=True,
     priced_as="all_to_all",
 )
+PERMUTE_NEXT = Kind("permute_next", _next, "", "permute_previous", "pair", splits=True, differs="as given")
+"""One step around the ring: to the next member, the last one's to the first."""
+PERMUTE_PREVIOUS = Kind(
+    *("permute_previous", _previous, "", "permute_next", "pair"),
+    splits=True,
+    differs="as given",
+    priced_as="permute_next",
+)
 BROADCAST = Kind("broadcast", _full, "broadcast", "", "chain", differs="never", in_programs=False)
 SEND = Kind("send", _full, "sendrecv", "send", "pair", differs="as given", in_programs=False)
 """Messages of the pipeline."""
 
 KINDS = {
     kind.name: kind
-    for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_SIZED, BROADCAST, SEND)
+    for kind in (
+        *(ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_SIZED),
+        *(PERMUTE_NEXT, PERMUTE_PREVIOUS, BROADCAST, SEND),
+    )
 }
 """All of them, by name."""
 

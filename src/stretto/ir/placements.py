@@ -28,6 +28,7 @@ from typing import Any
 
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import dims_of, operands
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.placed_by_rule import (
     EXPAND,
     VIEW_OPS,
@@ -59,8 +60,12 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSp
 KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
-OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
-"""What the cross-entropy over a sharded vocabulary does along it."""
+OWN_REDUCTIONS = ATTENTION.union(
+    ATTENTION_BACKWARD,
+    ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"),
+)
+"""What the cross-entropy over a sharded vocabulary does along it, and attention to the keys that a rank has,
+whose results are merged."""
 
 FILLS = frozenset(
     f"aten.{name}.default"
@@ -235,6 +240,8 @@ class Placer:
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
+            if op.target in OWN_REDUCTIONS:
+                return (LOCAL,) * len(op.outputs)
             return with_local(rule, names, given, op)
         if rule is None:
             if all(p.kind == "equal" for p in given):

@@ -20,6 +20,8 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     comm.reduce_scatter(x, "sum", axis, size)            start; scattered along dim 0
     comm.all_to_all(x, axis, size)                       start; equal part k of dim 0 goes to rank k
     comm.all_to_all_sized(x, sizes, axis, size)          start; sizes[j][k] rows go from rank j to rank k
+    comm.permute_next(x, axis, size)                     start; all of x goes to the next rank of the axis
+    comm.permute_previous(x, axis, size)                 start; the same to the previous rank
     comm.wait(started)                                   the result, when it is there
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view

@@ -20,19 +20,22 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. is_traced: whether it is what a model is traced with,
-    before passes lay it out."""
+    """Each is None where there is nothing of the kind. context: ranks that share the sequence; context_kind:
+    as the setting `cp_kind`. is_traced: whether it is what a model is traced with, before passes lay it
+    out."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
+    context: int = 1
+    context_kind: str = "auto"
     is_traced: bool = False
 
     @property
     def by_passes(self) -> bool:
         """Whether passes lay out what is traced."""
         parts = (self.tensor, self.experts, self.chunks)
-        return not self.is_traced and any(part is not None for part in parts)
+        return not self.is_traced and (self.context > 1 or any(part is not None for part in parts))
 
     @property
     def mixtures(self) -> tuple[str, ...]:
@@ -104,7 +107,8 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree))
+    chunks = chunks_of(model, parallel, degree)
+    return Layout(tensor, experts, chunks, parallel.cp, parallel.cp_kind)
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

@@ -92,7 +92,9 @@ class _Border:
 
         stages = (changed(s, news) if s is self._stage else s for s in self._job.stages)
         parameters = (
-            replace(p, partial=(AXIS,)) if any(value in self.moved for _, _, value in p.grads) else p
+            replace(p, partial=(*p.partial, AXIS))
+            if any(value in self.moved for _, _, value in p.grads)
+            else p
             for p in self._job.parameters
         )
         return replace(self._job, stages=tuple(stages), parameters=tuple(parameters))

@@ -127,7 +127,12 @@ def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
     if op.target in VIEWS:
         return before.stride is None
     rule = dims_of(op, [before])
-    if rule is None or rule.outputs[0][-1:] != rule.inputs[0][-1:] or rule.inputs[0][-1] in rule.full:
+    if (
+        rule is None
+        or not rule.inputs[0]
+        or rule.outputs[0][-1:] != rule.inputs[0][-1:]
+        or rule.inputs[0][-1] in rule.full
+    ):
         return False
     return op.target == PERMUTE or (op.alias is None and after.stride is None)
 

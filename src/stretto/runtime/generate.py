@@ -27,7 +27,6 @@ import torch
 
 from stretto.backend.dispatch_adapter import op_key, resolve
 from stretto.ir.action import Phase
-from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
@@ -60,8 +59,8 @@ class Externals:
     """Names of buffers that the model writes: their value is kept for the microbatch's later windows."""
     coordinates: Mapping[str, int] = field(default_factory=dict)
     """Axis -> this rank's coordinate; 0 for axes that are not named."""
-    differing: frozenset[str] = frozenset()
-    """Names of values that differ between tensor-parallel ranks: random ops on them draw for each rank."""
+    differing: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Axis -> names of values that differ along it: random ops on them draw for each of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +295,9 @@ class Writer:
     def _key(self, op: Op) -> int:
         """What draws depend on besides step and microbatch: what is computed again draws the same."""
         drawn = op.repeats or op.name
-        if op.name in self.externals.differing:
-            return op_key(f"{drawn} {TENSOR} {self.externals.coordinates.get(TENSOR, 0)}")
+        for axis, names in self.externals.differing.items():
+            if op.name in names:
+                drawn += f" {axis} {self.externals.coordinates.get(axis, 0)}"
         return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from stretto.backend.dispatch_adapter import add_product, product
 from stretto.ir.action import ONCE
-from stretto.ir.axes import PIPELINE, TENSOR
+from stretto.ir.axes import PIPELINE, WITHIN
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
@@ -86,7 +86,7 @@ class RankState:
             device,
             frozenset(f"buffer/{b.name}" for b in job.buffers if b.updates),
             self.coordinates,
-            frozenset(differing_in(job, TENSOR) if job.size(TENSOR) > 1 else ()),
+            {axis: frozenset(differing_in(job, axis)) for axis in WITHIN if job.size(axis) > 1},
         )
         order = plan.orders[self.pp_rank]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}

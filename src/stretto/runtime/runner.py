@@ -17,7 +17,6 @@ from torch import nn
 from stretto.backend.process_memory import keep_freed_memory
 from stretto.batch.constants import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.integers import numbers_read
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
@@ -95,12 +94,6 @@ class Runner:
             raise UsageError(
                 f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
                 f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan again"
-            )
-        unknown = [axis for axis in plan.job.data_axes if BY_NAME[axis].splits == "sequence"]
-        if unknown:
-            raise UsageError(
-                f"the plan divides its batch over {unknown[0]} = {plan.job.size(unknown[0])} ranks, and a "
-                f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
         self._shares = shares
         self.tensors: RankTensors = RankTensors(

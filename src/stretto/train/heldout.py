@@ -24,9 +24,11 @@ from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
 from stretto.files.typed_file import to_line
-from stretto.ir.costs import Costs
+from stretto.ir.axes import WITHIN
+from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
@@ -60,7 +62,7 @@ class Evaluation:
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, ep nor AMPipe shards the model. order,
+        captured with; `parallel` may be left out where neither tp, cp, ep nor AMPipe shards the model. order,
         steps, search_s, kept: as in `stretto.plan`, for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
@@ -70,10 +72,10 @@ class Evaluation:
         if parallel is not None:
             degree = trained.chunks if parallel.ampipe_degree == "auto" else None
             layout = layout_of(model, parallel, tp_plan, degree)
-        elif trained.size("tp") > 1 or trained.size("ep") > 1 or trained.chunks > 1:
+        elif any(trained.size(axis) > 1 for axis in (*WITHIN, "ep")) or trained.chunks > 1:
             raise UsageError(
-                "the model is sharded over tensor- or expert-parallel ranks, or cut in chunks: give the "
-                "parallel= that its training was captured with"
+                "the model is sharded over tensor-, context- or expert-parallel ranks, or cut in chunks: "
+                "give the parallel= that its training was captured with"
             )
         with _CAPTURING:
             job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
@@ -83,6 +85,7 @@ class Evaluation:
             kept = None  # ranks that are threads of one process each look for themselves, and one might find
         # Costs of the training's ops are none of these, which may lack some of them.
         rest = replace(runner.plan.costs, op_us={}, op_how={})
+        rest = replace(rest, collectives=_collectives(job, rest))
 
         def measured() -> Costs:
             mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
@@ -127,3 +130,18 @@ def held_out_steps(training: TrainingSettings) -> int:
     """How many forwards of held-out text a run has."""
     times = -(-training.steps // training.eval_every) if training.eval_every else 1
     return times * training.eval_batches
+
+
+def _collectives(job: Job, costs: Costs) -> dict[tuple[str, str], CollectiveCost]:
+    """The costs of collectives. Without dropout, attention may have another kernel than in training, and its
+    ranks send otherwise: what training does not send counts as the slowest that it does on that axis."""
+    result = dict(costs.collectives)
+    for op in (op for stage in job.stages for ops in stage.ops.values() for op in ops):
+        sent = op.collective
+        known = (
+            [] if sent is None else [one for (axis, _), one in costs.collectives.items() if axis == sent.axis]
+        )
+        if sent is not None and known:
+            slowest = max(known, key=lambda one: one.curve.us(sent.nbytes))
+            result.setdefault((sent.axis, sent.kind), slowest)
+    return result

@@ -97,7 +97,7 @@ def refuse_early(settings: TrainSettings) -> None:
     model that there is not, for weights that are not its own, and for a layout that it does not fit. What
     else can be wrong with a model, its capture refuses."""
     parallel = settings.parallel
-    plain = parallel.tp == parallel.ep == parallel.ampipe_degree == 1
+    plain = parallel.tp == parallel.cp == parallel.ep == parallel.ampipe_degree == 1
     if settings.task is not None:
         if not plain:
             with without_values():

@@ -17,7 +17,7 @@ from stretto.files.settings_file import faults_of, parse_value
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES, PLAIN, PLAIN_OF_SEVERAL
 
-LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
+LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree", "cp")
 """The keys of `parallel` that make a `LayoutChoice`, in its order."""
 
 KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
@@ -37,10 +37,15 @@ RECOMPUTE = ("none", "gathers", "selective", "full")
 
 ABOUT = {
     "tp": ("sequence_parallel", "tp_plan"),
+    "cp": ("cp_kind",),
     "ep": ("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"),
     "ampipe_degree": ("ampipe_capacity",),
 }
 """Keys that settings refuse where the key that they are about is 1: they are left out there."""
+
+
+LONG = 8192
+"""Tokens of a sample from which ranks may share them. Assumed: fewer are shared better by other axes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,11 +59,12 @@ class LayoutChoice:
     sequence_parallel: bool
     microbatches: int
     ampipe_degree: int = 1
+    cp: int = 1
 
     @property
     def sharding(self) -> object:
         """How layers are sharded and cut; rows beside it make a trace."""
-        return (self.tp, self.ep, self.sequence_parallel, self.ampipe_degree)
+        return (self.tp, self.ep, self.sequence_parallel, self.ampipe_degree, self.cp)
 
     @property
     def pieces(self) -> int:
@@ -66,7 +72,7 @@ class LayoutChoice:
         return self.microbatches * self.dp
 
     def __str__(self) -> str:
-        sizes = [f"{name}={getattr(self, name)}" for name in ("pp", "dp", "ep", "tp")]
+        sizes = [f"{name}={getattr(self, name)}" for name in ("pp", "dp", "cp", "ep", "tp")]
         named = [text for text in sizes if not text.endswith("=1")] or ["pp=1"]
         named.append(f"microbatches={self.microbatches}")
         if self.sequence_parallel:
@@ -103,7 +109,7 @@ class Candidate:
             changes["ep_plan"] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
-        for key in ("ep", "ampipe_degree", "sequence_parallel", "recompute"):
+        for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute"):
             if changes[key] == ParallelSettings.model_fields[key].default:
                 changes[key] = None
         return changes
@@ -167,16 +173,23 @@ class Choices:
     def _all(self) -> Iterator[LayoutChoice]:
         batch = self.settings.training.global_batch
         degrees = self._of("ampipe_degree", (1,))
+        for tp, pp, dp, cp in self._sizes():
+            for ep in self._of("ep", divisors(dp)):
+                for sequence in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
+                    for count in self._of("microbatches", divisors(max(batch // dp, 1))):
+                        for degree in degrees:
+                            yield LayoutChoice(pp, dp, ep, tp, sequence and tp > 1, count, degree, cp)
+
+    def _sizes(self) -> Iterator[tuple[int, int, int, int]]:
+        """tp, pp, dp and cp that are all devices."""
+        length = self.settings.data.sequence_length
         for tp in self._of("tp", divisors(self.devices)):
             for pp in self._of("pp", divisors(self.devices // tp)):
-                for dp in self._of("dp", (self.devices // tp // pp,)):
-                    if pp * dp * tp != self.devices:
-                        continue
-                    for ep in self._of("ep", divisors(dp)):
-                        for sequence in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
-                            for count in self._of("microbatches", divisors(max(batch // dp, 1))):
-                                for degree in degrees:
-                                    yield LayoutChoice(pp, dp, ep, tp, sequence and tp > 1, count, degree)
+                shared = divisors(self.devices // tp // pp) if length >= LONG else (1,)
+                for cp in self._of("cp", shared):
+                    for dp in self._of("dp", (self.devices // tp // pp // cp,)):
+                        if pp * dp * cp * tp == self.devices:
+                            yield tp, pp, dp, cp
 
     def _of(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else usual

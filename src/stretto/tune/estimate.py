@@ -57,7 +57,10 @@ class Estimate:
 
 def mesh_of(layout: LayoutChoice) -> Mesh:
     """The mesh of a layout."""
-    sizes = (("pp", layout.pp), ("dp", layout.dp // layout.ep), ("ep", layout.ep), ("tp", layout.tp))
+    sizes = (
+        *(("pp", layout.pp), ("dp", layout.dp // layout.ep), ("cp", layout.cp)),
+        *(("ep", layout.ep), ("tp", layout.tp)),
+    )
     return Mesh(tuple((axis, size) for axis, size in sizes if size > 1 or axis == "pp"))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stretto.ir.axes import AXES, TENSOR, Sums, sums_of
+from stretto.ir.axes import AXES, WITHIN, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
 from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
@@ -114,33 +114,35 @@ NORMS = names("linalg_vector_norm norm.ScalarOpt_dim norm.Scalar")
 
 
 def placement_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what ranks along tp have. The programs must have no other fault."""
+    """Every fault of what ranks have that share samples. The programs must have no other fault."""
+    sizes = ((axis, plan.job.size(axis)) for axis in WITHIN)
+    return [fault for axis, size in sizes if size > 1 for fault in _faults_along(plan, axis, size)]
+
+
+def _faults_along(plan: Plan, axis: str, size: int) -> list[Fault]:
     job = plan.job
-    size = job.size(TENSOR)
-    if size == 1:
-        return []
-    placers = placers_of(TENSOR, size, shards_of(job, TENSOR))
+    placers = placers_of(axis, size, shards_of(job, axis))
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
-    result = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
-    result += _reductions(plan)
-    return result or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
+    result = [_fault(plan.rank_of(stages[at]), axis, op, trouble) for at, op, trouble in troubles]
+    result += _reductions(plan, axis)
+    return result or [*_kept(plan, axis, placers), *_gradients(plan, axis, placers, specs)]
 
 
-def _reductions(plan: Plan) -> Iterator[Fault]:
+def _reductions(plan: Plan, axis: str) -> Iterator[Fault]:
     """Partial sums are summed, and of the ranks' highest elements the highest is taken."""
     made = {op.name: op for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
     for stage, op in ((s, op) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]):
-        if op.kind is None or not op.kind.reductions or op.lane != TENSOR:
+        if op.kind is None or not op.kind.reductions or op.lane != axis:
             continue
         source = op.args[0].name
         maker = _maker(made, source)
         if op.how == "max" and maker not in (*HIGHEST, *NORMS):
-            what = f"takes the maximum of {source} over {TENSOR} ranks, which is no highest element"
+            what = f"takes the maximum of {source} over {axis} ranks, which is no highest element"
             yield Fault(plan.rank_of(stage.index), f"{op.name} ({op.target})", what, "Reduce it by sum")
         elif op.how != "max" and maker in HIGHEST:
-            what = f"adds up {source} over {TENSOR} ranks, which is each rank's highest element"
+            what = f"adds up {source} over {axis} ranks, which is each rank's highest element"
             yield Fault(plan.rank_of(stage.index), f"{op.name} ({op.target})", what, "Reduce it by max")
 
 
@@ -152,24 +154,24 @@ def _maker(made: Mapping[str, Op], name: str) -> str:
     return "" if op is None else op.target
 
 
-def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
+def _fault(rank: int, axis: str, op: Op, trouble: Trouble) -> Fault:
     if isinstance(trouble, NeedsEqualError):
         names = ", ".join(trouble.names)
-        what = f"uses {names} as a full value, of which every {TENSOR} rank has only a partial sum"
+        what = f"uses {names} as a full value, of which every {axis} rank has only a partial sum"
         fix = "Sum it over the ranks first"
     elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {TENSOR} ranks, which all have it in full"
+        what = f"sums {trouble} over {axis} ranks, which all have it in full"
         fix = "Use it as it is"
     else:
-        what = f"has operands that {TENSOR} ranks do not keep alike: {trouble}"
+        what = f"has operands that {axis} ranks do not keep alike: {trouble}"
         fix = "Gather what is sharded first"
     return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
-def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
+def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of sharded parameters are sharded with them, others are full or partial sums, as they say."""
     for parameter in plan.job.parameters:
-        where, partial = f"parameter {parameter.name}", TENSOR in parameter.partial
+        where, partial = f"parameter {parameter.name}", axis in parameter.partial
         for stage, phase, value in parameter.grads:
             rank, its = plan.rank_of(stage), f"its gradient {value} ({stage}{phase})"
             if value not in specs:
@@ -186,28 +188,28 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                     what = f"{its} is {kept}, but the parameter is {own}"
                     yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
                 elif own.kind != "part" and not partial and not full and not thin:
-                    what = f"{its} differs between {TENSOR} ranks, which all have it full, and is not summed"
-                    yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
+                    what = f"{its} differs between {axis} ranks, which all have it full, and is not summed"
+                    yield Fault(rank, where, what, f"Name {axis} in `partial`")
                 elif own.kind != "part" and partial and full:
-                    size = plan.job.size(TENSOR)
-                    what = f"{its} is full on every {TENSOR} rank, and would be counted {size} times"
-                    yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
+                    size = plan.job.size(axis)
+                    what = f"{its} is full on every {axis} rank, and would be counted {size} times"
+                    yield Fault(rank, where, what, f"Take {axis} out of `partial`")
                 elif own.kind != "part" and partial and kept.kind == "part" and not thin:
                     what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"
-                    yield Fault(rank, where, f"{what} on {TENSOR} ranks", "Give it no shard that fits")
+                    yield Fault(rank, where, f"{what} on {axis} ranks", "Give it no shard that fits")
 
 
-def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
+def _kept(plan: Plan, axis: str, placers: list[Placer]) -> Iterator[Fault]:
     """The loss, and what buffers become, are full on every rank."""
     for placer in placers:
         stage, loss = plan.job.loss
         if not _is_full(placer.of(loss)):
-            what = f"{loss} differs between {TENSOR} ranks"
+            what = f"{loss} differs between {axis} ranks"
             yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
         for buffer in plan.job.buffers:
             for stage, phase, value in buffer.updates:
                 if not _is_full(placer.of(value)):
-                    what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
+                    what = f"its update {value} ({stage}{phase}) differs between {axis} ranks, which all "
                     fix = "Sum or gather what it is made of first"
                     yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it full", fix)
 

@@ -24,7 +24,7 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
-from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, full
+from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, as_kernel, full
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
 
@@ -32,8 +32,8 @@ from stretto.passes.layout.values import Values
 @dataclass(slots=True)
 class OpChoices:
     """asked: wishes, value -> placement; wanted: placements of gradients, and of what they are made of;
-    summed_later: gradients that may stay partial, and what they are views and copies of. of_time: as
-    `shard`."""
+    summed_later: gradients that may stay partial, and what they are views and copies of. more, of_time: rules
+    of this axis alone, and whether it is one of time, as of `shard`."""
 
     values: Values
     ahead: Ahead
@@ -41,12 +41,13 @@ class OpChoices:
     wanted: Mapping[str, AxisPlacement]
     summed_later: Collection[str]
     size: int
-    of_time: Mapping[str, Rule] | None = None
+    more: Mapping[str, Rule]
+    of_time: bool = False
 
     def of(self, op: Op, names: Sequence[str]) -> Iterator[Choice]:
         """names: the op's operands. The first is to compute all in full."""
         yield full(op)
-        if not names or (op.random and self.of_time is not None):
+        if not names or (op.random and self.of_time):
             return
         placed, spec = self.values.placed, self.values.spec
         given = OpGiven(
@@ -55,7 +56,8 @@ class OpChoices:
             self.size,
             self.wanted.get(op.name),
         )
-        for rules in (LOOKUPS, RULES, SHARED, self.of_time or {}):
+        op = as_kernel(op)
+        for rules in (LOOKUPS, RULES, SHARED, self.more):
             if op.target in rules:
                 yield from rules[op.target](op, given)
         if op.target in VIEW_OPS:
@@ -97,7 +99,7 @@ class OpChoices:
         for at in dict.fromkeys((self.values.placed[name], *self._known(name))):
             after = viewed(at, self.values.spec[name].shape, made.shape, self.size)
             # Chunks may be of unequal length, and no even part of another dim.
-            if after is not None and (after.within is None or self.of_time is None):
+            if after is not None and (after.within is None or not self.of_time):
                 yield Choice((at,), (after,))
 
     def _partial(self, op: Op, names: Sequence[str], rule: Dims, given: OpGiven) -> Iterator[Choice]:

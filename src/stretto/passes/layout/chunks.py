@@ -23,7 +23,7 @@ from stretto.parallelize.parts import lengths_of
 from stretto.passes.layout.attention import IN_CHUNKS, check_draws
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.shard import PARAM, shard
+from stretto.passes.layout.shard import PARAM, AxisRules, shard
 from stretto.passes.layout.unroll import unroll
 
 AXIS = "chunk"
@@ -99,7 +99,15 @@ def in_chunks(
     if ranks > 1:
         region = region.with_norm_behind()
     wishes = region.wishes()
-    made = shard(program, AXIS, stream.length // unit, {}, wishes, may_be_partial, IN_CHUNKS)
+    made = shard(
+        program,
+        AXIS,
+        stream.length // unit,
+        {},
+        wishes,
+        may_be_partial,
+        AxisRules(rules=IN_CHUNKS, of_time=True),
+    )
     unrolled = unroll(made, AXIS, [length // unit for length in lengths])
     entering = made.forms[stream.name][sharded(SEQUENCE_DIM)]
     # Chunks of one length are slices in blocks when they are joined; others are gathered before.

@@ -10,6 +10,10 @@ the program's own, at the end:
     layout.slice(x, dim, blocks, axis, size)      a slice of what all have
     layout.reduce(x, "sum" | "max", axis, size)
     layout.attention(kernel, ...)                 of one chunk, see `attention`
+    layout.exchange(x, before, after, axis, size) a slice along dim `after`, of one along dim `before`
+
+Attention of a sequence that ranks share is one op until `context_steps`: "layout." before the kernel's
+target, of what a rank has, with the keyword `over`: (axis, size, kind, whether in two halves).
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ import torch
 from stretto.backend.dispatch_adapter import overload, returns_view
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
+from stretto.passes.layout.kernels import BACKWARDS, KERNELS
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
 from stretto.passes.layout.program import Origin
 from stretto.passes.rewrite import spec_with, strides_of
 
-GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
-    *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce"),
+GATHER, SCATTER, SLICE, REDUCE, EXCHANGE = LAYOUT_OPS = (
+    *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce", "layout.exchange"),
 )
+SHARED_OP, OVER = "layout.aten.", "over"
 
 ATTEND = "layout.attention"
 
@@ -54,13 +60,20 @@ class Emitter:
     """axis, size: of the ranks. given: specs of what no op makes. origin, module: of the next ops."""
 
     def __init__(
-        self, axis: str, size: int, given: Mapping[str, TensorSpec], names: Collection[str] = ()
+        self,
+        axis: str,
+        size: int,
+        given: Mapping[str, TensorSpec],
+        names: Collection[str] = (),
+        mirrored: bool = False,
     ) -> None:
-        """names: of ops that are to come."""
-        self.axis, self.size = axis, size
+        """names: of ops that are to come. mirrored: of two blocks, ranks have slices of the second in reverse
+        order."""
+        self.axis, self.size, self.mirrored = axis, size, mirrored
         self.ops: list[tuple[Op, Origin]] = []
         self.specs: dict[str, TensorSpec] = dict(given)
         self.outputs: dict[str, Outputs] = {}
+        self.made: dict[str, Op] = {}
         self.origin, self.module = Origin(None, False), ""
         self._alike: Counter[str] = Counter()
         self._names = {*given, *names}
@@ -93,6 +106,7 @@ class Emitter:
             self._several_views.add(name)
         op = Op(name, target, args, given, outputs, alias, random, flops, self.module)
         self._names.add(name)
+        self.made[name] = op
         self.ops.append((op, self.origin))
         self.outputs[name] = outputs
         if len(outputs) == 1 and outputs[0] is not None:
@@ -101,6 +115,7 @@ class Emitter:
 
     def keep(self, op: Op, origin: Origin) -> None:
         """Append an op as it is."""
+        self.made[op.name] = op
         self.ops.append((op, origin))
         self.outputs[op.name] = op.outputs
         if len(op.outputs) == 1 and op.outputs[0] is not None:
@@ -117,6 +132,10 @@ class Emitter:
             return (_communicated(target, self.specs[args[0].name], args),)
         if target == ATTEND:
             return self._made(args[0], args[1:], kwargs)
+        if target.startswith(SHARED_OP):
+            target, kwargs = target.removeprefix("layout."), [one for one in kwargs if one[0] == "scale"]
+            made = self._made(target, _without_mask(target, args), kwargs)
+            return made if "_backward" in target else (made[0], lse_of(made), *made[2:])
         key = f"{target}{self._text(tuple(args))}{self._text(tuple(kwargs))}"
         if key not in _known:
             if len(_known) >= MOST_CALLS:
@@ -184,15 +203,37 @@ class Emitter:
             case "partial", "replicated":
                 return self.emit(REDUCE, Ref(x), before.reduction, *axis, name=f"{x}_sum")
             case "partial", "sharded":
-                return self.emit(SCATTER, Ref(x), after.dim, after.blocks, *axis, name=f"{x}_scattered")
+                return self.emit(
+                    SCATTER,
+                    Ref(self._turned(x, after)),
+                    after.dim,
+                    after.blocks,
+                    *axis,
+                    name=f"{x}_scattered",
+                )
             case "sharded", "replicated":
-                return self.emit(GATHER, Ref(x), before.dim, before.blocks, *axis, name=f"{x}_gathered")
-            case "replicated", "sharded":
-                return self.emit(SLICE, Ref(x), after.dim, after.blocks, *axis, name=f"{x}_part")
-            case "sharded", "sharded":
                 full = self.emit(GATHER, Ref(x), before.dim, before.blocks, *axis, name=f"{x}_gathered")
-                return self.emit(SLICE, Ref(full), after.dim, after.blocks, *axis, name=f"{x}_part")
+                return self._turned(full, before)
+            case "replicated", "sharded":
+                turned = Ref(self._turned(x, after))
+                return self.emit(SLICE, turned, after.dim, after.blocks, *axis, name=f"{x}_part")
+            case "sharded", "sharded":
+                full = self.converted(x, before, REPLICATED, shape)
+                return self.converted(full, REPLICATED, after, shape)
         raise AssertionError(f"{before} -> {after}")
+
+    def _turned(self, x: str, at: AxisPlacement) -> str:
+        """The full value with slices of each second block in reverse order, or back."""
+        if not self.mirrored or at.blocks % 2:
+            return x
+        shape, dim = self.specs[x].shape, at.dim
+        ranks = self.size
+        each = shape[dim] // at.blocks // ranks
+        x = self.view(x, (*shape[:dim], at.blocks // 2, 2, ranks, each, *shape[dim + 1 :]), f"{x}_blocks")
+        first, second = (self.emit("aten.select.int", Ref(x), dim + 1, k, name=f"{x}_{k}") for k in range(2))
+        second = self.emit("aten.flip.default", Ref(second), (dim + 1,), name=f"{x}_back")
+        both = self.emit("aten.stack.default", (Ref(first), Ref(second)), dim + 1, name=f"{x}_turned")
+        return self.view(both, shape)
 
     def cost_bytes(self, before: AxisPlacement, after: AxisPlacement, nbytes: int) -> float:
         """Bytes that a rank sends for it. A copy counts a little; what cannot be done counts without end."""
@@ -219,6 +260,20 @@ class Emitter:
         return math.inf
 
 
+def lse_of(made: Outputs) -> TensorSpec:
+    """The log-sum-exp of an attention's rows, (batch, heads, queries), as steps give it."""
+    assert made[0] is not None
+    assert made[1] is not None
+    return TensorSpec(made[0].shape[:3], made[1].dtype)
+
+
+def _without_mask(target: str, args: Sequence[Arg]) -> Sequence[Arg]:
+    """A mask is of all keys, and a rank has its own."""
+    kernel = (KERNELS | BACKWARDS)[target]
+    at = -1 if kernel.mask is None else kernel.mask
+    return [None if k == at else arg for k, arg in enumerate(args)]
+
+
 def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorSpec:
     shape, size = list(spec.shape), args[-1]
     if target in BY_TARGET:
@@ -226,7 +281,10 @@ def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorS
         made = kind.shape(shape, size, args[1] if kind.has_how else "")
         assert made is not None, f"{target} of {spec}"
         return TensorSpec(made, spec.dtype)
-    if target != REDUCE:
+    if target == EXCHANGE:
+        before, after = args[1:3]
+        shape[before], shape[after] = shape[before] * size, shape[after] // size
+    elif target != REDUCE:
         n = shape[args[1]]
         shape[args[1]] = n * size if target == GATHER else n // size
     if target == CHUNK:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Kind
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
 from stretto.ir.program import CHUNK, WAIT, Op, Ref
-from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SLICE, Emitter
+from stretto.passes.layout.emit import EXCHANGE, GATHER, LAYOUT_OPS, REDUCE, SLICE, Emitter
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import with_uses
 
@@ -32,6 +32,13 @@ def lower(program: StepProgram) -> StepProgram:
     return replace(program, ops=tuple(out.ops), roots=roots)
 
 
+def _moved(count: int, before: int, after: int) -> tuple[int, ...]:
+    """The order of dims with one of them elsewhere."""
+    order = [dim for dim in range(count) if dim != before]
+    order.insert(after, before)
+    return tuple(order)
+
+
 def _lowered(out: Emitter, op: Op, x: str) -> str:
     axis, size, name = op.args[-2], op.args[-1], op.name
 
@@ -44,8 +51,17 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
 
     if op.target == REDUCE:
         return collective(ALL_REDUCE, x, op.args[1])
-    dim, blocks, made = op.args[1], op.args[2], op.outputs[0]
+    made = op.outputs[0]
     assert made is not None
+    if op.target == EXCHANGE:
+        before, after = op.args[1:3]
+        shape = out.specs[x].shape
+        factors = (*shape[:after], size, shape[after] // size, *shape[after + 1 :])
+        x = permuted(out.view(out.contiguous(x), factors), _moved(len(factors), after, 0))
+        sent = out.specs[x].shape  # what goes to each rank, and then what comes from each
+        x = collective(ALL_TO_ALL, out.view(x, (sent[0] * sent[1], *sent[2:])))
+        return out.view(permuted(out.view(x, sent), _moved(len(sent), 0, before)), made.shape)
+    dim, blocks = op.args[1:3]
     shape = made.shape if op.target == GATHER else out.specs[x].shape  # of the full value
     inner = shape[dim] // blocks // size
     factors = (*shape[:dim], *((blocks,) if blocks > 1 else ()), size, inner, *shape[dim + 1 :])

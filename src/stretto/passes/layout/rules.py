@@ -5,14 +5,14 @@ does not say. Sizes in arguments, pieces, and ops that are the same whatever the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
-from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SLICE, Emitter
+from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SHARED_OP, SLICE, Emitter
 from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
 from stretto.passes.layout.placement import (
     HIGHEST,
@@ -60,8 +60,14 @@ class OpGiven:
 Rule = Callable[[Op, OpGiven], Iterator[Choice]]
 
 
+def as_kernel(op: Op) -> Op:
+    """Attention that ranks of another axis share has the dims of its kernel."""
+    return replace(op, target=op.target.removeprefix("layout.")) if op.target.startswith(SHARED_OP) else op
+
+
 def rule_of(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     """The op's row in the table of dims, where it is of all of its operands' dims."""
+    op = as_kernel(op)
     rule = joined(op, specs) if op.target == CAT else dims_of(op, specs)
     if rule is None or any(len(labels) != len(s.shape) for labels, s in zip(rule.inputs, specs, strict=True)):
         return None

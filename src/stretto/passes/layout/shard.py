@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stretto.ir.dims import operands
 from stretto.ir.program import GETITEM, Arg, Op, Ref
@@ -65,6 +65,22 @@ class ShardedProgram:
     partial: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class AxisRules:
+    """What an axis has of its own. parts: value that all ranks have -> how its parts are read where these are
+    enough. best: value -> how it is read later. rules: of ops. mirrored: as of an `Emitter`. of_time: whether
+    one rank walks its members, so that what draws draws in full."""
+
+    parts: Mapping[str, AxisPlacement] = field(default_factory=dict)
+    best: Mapping[str, AxisPlacement] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    mirrored: bool = False
+    of_time: bool = False
+
+
+PLAIN = AxisRules()
+
+
 def shard(
     program: StepProgram,
     axis: str,
@@ -72,12 +88,11 @@ def shard(
     placed: Mapping[str, AxisPlacement],
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
-    of_time: Mapping[str, Rule] | None = None,
+    own: AxisRules = PLAIN,
 ) -> ShardedProgram:
     """See the module. placed: of parameters and leaves that are sharded. wishes: value -> its placement, as
-    soon as it is made. may_be_partial: roots beside gradients. of_time: of an axis of time, rules that it has
-    besides; what draws draws in full there. Raises MisfitError."""
-    return _Walk(program, axis, size, placed, wishes, of_time).run(may_be_partial)
+    soon as it is made. may_be_partial: roots beside gradients. Raises MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, own).run(may_be_partial)
 
 
 class _Walk:
@@ -92,21 +107,25 @@ class _Walk:
         size: int,
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
-        of_time: Mapping[str, Rule] | None,
+        own: AxisRules,
     ) -> None:
-        self.program, self.size, self.asked = program, size, dict(wishes)
+        self.program, self.size, self.asked, self.in_parts = program, size, dict(wishes), own.parts
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
         fixed = {n: None for n, at in self.stored.items() if n.startswith(PARAM) and at.is_sharded}
         local = {name: local_spec(self.stored[name], spec, size) for name, spec in program.given.items()}
-        self.out = Emitter(axis, size, local)
+        self.out = Emitter(axis, size, local, mirrored=own.mirrored)
         specs = dict(program.given)
         ahead = Ahead(program, size, specs)
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
-        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
+        self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded}) | dict(
+            own.best
+        )
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
-        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size, of_time)
+        self.choices = OpChoices(
+            self.values, ahead, self.asked, self.wanted, later, size, own.rules, own.of_time
+        )
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
@@ -149,6 +168,8 @@ class _Walk:
         if op.name in self.losses and self._of_split_loss(op, self.losses[op.name]):
             return
         names = operands(op)
+        for name in set(names) & self.in_parts.keys():
+            self.values.place(name, self.in_parts[name])
         choices = self._as_forward(op, names, list(self.choices.of(op, names)))
         priced = [(self._cost(op, names, choice), choice) for choice in choices]
         reason = MisfitError(f"{op.target} ({op.module}) reads what ranks share in another way")
@@ -203,7 +224,7 @@ class _Walk:
         made = (choice.emit or emit_op(choice, self.size))(self.out, op, local)
         if len(op.outputs) != 1:
             self.inputs[op.name] = dict(zip(names, choice.inputs, strict=True))
-            self._several(op, made[0], choice.outputs)
+            self._several(op, made, choice.outputs)
             return
         values.add(op.name, op.outputs[0], made[0], choice.outputs[0])
         if op.target in SAME_DATA and names[0] in values.fixed:
@@ -243,12 +264,13 @@ class _Walk:
             self.in_full.add(op.name)
             self.flops_in_full += op.flops
 
-    def _several(self, op: Op, made: str, outputs: Sequence[AxisPlacement]) -> None:
+    def _several(self, op: Op, made: Sequence[str], outputs: Sequence[AxisPlacement]) -> None:
         self.parts[op.name] = []
         for k, (spec, at) in enumerate(zip(op.outputs, outputs, strict=True)):
             name = self.taken.get((op.name, k), "")
             if name and spec is not None:
-                self.values.add(name, spec, self.out.emit(GETITEM, Ref(made), k, name=name), at)
+                one = made[k] if len(made) > 1 else self.out.emit(GETITEM, Ref(made[0]), k, name=name)
+                self.values.add(name, spec, one, at)
                 self._as_asked(name)
             self.parts[op.name].append(name)
 

@@ -1,0 +1,196 @@
+"""Rules for a sequence that ranks share: attention of a rank's own queries, and means over all tokens.
+
+1. Attention is one op of a rank's own queries, keys and values, with its rows of a mask: what its keys miss
+   comes in `context_steps`. Of a causal sequence a rank has two blocks, an early and a late one, so that all
+   compute as much.
+2. A mean over tokens is the sum of what ranks add up over the sum of what they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from stretto.ir.dims import operands
+from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
+from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.emit import OVER, REDUCE, Emitter, lse_of
+from stretto.passes.layout.kernels import BACKWARDS, KERNELS
+from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
+from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
+from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.rules import Choice, OpGiven, Rule
+
+SEQUENCE_DIM = 1
+"""Of batch leaves, behind the batch."""
+QUERY_DIM = 2
+"""Of (batch, heads, sequence, size of a head)."""
+SUM = 2
+"""PyTorch's number of the reduction."""
+FLOPS_A_BYTE = 1000
+"""Flops under which a message's byte may be hidden. An H100 computes 990 TFLOP/s and sends 450 GB/s in a
+node, 50 between nodes: 2,200 and 20,000."""
+BATCH, EMBEDDING, SLICED = "batch/", "aten.embedding.default", "aten.slice.Tensor"
+ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+
+
+def sequence_of(ahead: Ahead, full: Collection[str]) -> int:
+    """The length of the sequence: of the ids (batch, sequence) that embeddings look up, or, where there are
+    none, the longest dim 1 of leaves of the batch; 0 without any. full: leaves that every microbatch takes in
+    full."""
+    ids = [ahead.spec(op.args[1].name) for op in ahead.made.values() if op.target == EMBEDDING]
+    lengths = [spec.shape[SEQUENCE_DIM] for spec in ids if spec is not None and len(spec.shape) == 2]
+    if not lengths or max(lengths) == 1:
+        lengths = [
+            spec.shape[SEQUENCE_DIM]
+            for name, spec in ahead.program.given.items()
+            if name.startswith(BATCH) and len(spec.shape) > SEQUENCE_DIM and name[len(BATCH) :] not in full
+        ]
+    return max(lengths, default=0)
+
+
+def rows_of_masks(ahead: Ahead, blocks: int) -> tuple[dict[str, AxisPlacement], frozenset[str]]:
+    """Of masks, a rank needs the rows of its queries: how what they are made of is best placed for that, and
+    all that they are made of."""
+    best: dict[str, AxisPlacement] = {}
+    above: set[str] = set()
+    for op in reversed(ahead.made.values()):
+        mask = KERNELS[op.target].mask_of(op) if op.target in KERNELS else None
+        spec = None if mask is None else ahead.spec(mask)
+        if mask is not None and spec is not None:
+            above.add(mask)
+            if spec.shape[-2] > 1:
+                best[mask] = sharded(len(spec.shape) - 2, blocks)
+        if op.name in above:
+            above.update(op.uses)
+            if op.name in best and len(op.outputs) == 1:
+                for name, at in ahead.before(op, best[op.name]):
+                    best.setdefault(name, at)
+    return best, frozenset(above)
+
+
+def sequences(
+    program: StepProgram, length: int, full: Collection[str], for_masks: Collection[str], blocks: int
+) -> dict[str, AxisPlacement]:
+    """What is as long as the sequence, of which each rank computes its part: leaves of the batch, what is
+    sliced of them, and positions. full: leaves that every microbatch takes in full; for_masks: what masks
+    alone are made of."""
+    result: dict[str, AxisPlacement] = {}
+    leaves = {name for name in program.given if name.startswith(BATCH) and name[len(BATCH) :] not in full}
+    tokens = {name: program.given[name] for name in leaves}
+    for op, _ in program.ops:
+        if op.target == SLICED and op.uses[0] in tokens and op.outputs[0] is not None:
+            tokens[op.name] = op.outputs[0]
+    for name, spec in tokens.items():
+        if name not in for_masks and spec.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (length,):
+            result[name] = sharded(SEQUENCE_DIM, blocks)
+    for op, _ in program.ops:
+        made = op.outputs[0] if op.target in ARANGES else None
+        if made is not None and made.shape == (length,) and op.name not in for_masks:
+            result[op.name] = sharded(0, blocks)
+    return result
+
+
+def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
+    """What "auto" is: in a step, half of a rank's queries meet half of its keys twice."""
+    batch, heads, rows, features = queries.shape
+    half = rows // size // 2
+    flops = 2 * 4 * batch * heads * half * half * features
+    return "ring" if flops > FLOPS_A_BYTE * (2 * keys.nbytes // size) else "gathered"
+
+
+def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Step 1. kind: as the setting `cp_kind`."""
+    backward = op.target in BACKWARDS
+    if kind == "auto":
+        queries, keys = given.specs[backward : 2 + backward]
+        kind = _kind(queries, keys, given.size)
+    at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
+    if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
+        return
+    lengths = {spec.shape[QUERY_DIM] for spec in given.specs[backward : 2 + backward]}
+    if kernel.is_causal(op) and len(lengths) > 1:
+        return
+    rows, mask = sharded(QUERY_DIM, at.blocks), kernel.mask_of(op)
+    own = [
+        spec is not None and len(spec.shape) >= 3 and not (backward and k >= 3)
+        for k, spec in enumerate(op.outputs)
+    ]
+    inputs = []
+    for name, spec in zip(operands(op), given.specs, strict=True):
+        if name != mask:
+            inputs.append(rows if len(spec.shape) >= 3 else REPLICATED)
+        elif spec.shape[-2] > 1 and kind != "ulysses":
+            inputs.append(sharded(len(spec.shape) - 2, at.blocks))
+        else:
+            inputs.append(REPLICATED)
+    if not all(fits(place, spec.shape, given.size) for place, spec in zip(inputs, given.specs, strict=True)):
+        return
+
+    def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+        left = list(local)
+        args = [Ref(left.pop(0)) if isinstance(arg, Ref) else arg for arg in op.args]
+        kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in op.kwargs}
+        kwargs[OVER] = (out.axis, out.size, kind, at.blocks == 2)
+        flops, random = op.flops // out.size, op.random
+        return (
+            out.emit(f"layout.{op.target}", *args, name=op.name, kwargs=kwargs, flops=flops, random=random),
+        )
+
+    yield Choice(tuple(inputs), tuple(rows if one else REPLICATED for one in own), emit)
+
+
+def _is_mean_of_rows(op: Op, logp: AxisPlacement, weighted: bool) -> bool:
+    return op.args[4 if weighted else 3] == MEAN and logp.is_sharded and logp.dim == 0 and logp.copies == 1
+
+
+def _mean(op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Step 2."""
+    at = given.first
+    if op.args[2] is not None or len(given.specs[0].shape) != 2 or not _is_mean_of_rows(op, at, False):
+        return
+
+    def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+        logp, target = map(Ref, local)
+        of = Ref(out.emit(op.target, logp, target, None, SUM, op.args[4], name=f"{op.name}_own"))
+        total, count = (out.emit(GETITEM, of, k, name=f"{op.name}_own_{k}") for k in range(2))
+        count = out.emit(REDUCE, Ref(count), "sum", out.axis, out.size, name=f"{op.name}_count")
+        return out.emit("aten.div.Tensor", Ref(total), Ref(count), name=f"{op.name}_mean"), count
+
+    yield Choice((at, at), (PARTIAL, REPLICATED), emit)
+
+
+def _mean_backward(op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Written as of a sum, for a pass along another axis."""
+    at = given.placements[1]
+    if op.args[3] is not None or len(given.specs[1].shape) != 2 or not _is_mean_of_rows(op, at, True):
+        return
+
+    def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+        grad, logp, target, count = map(Ref, local)
+        each = Ref(out.emit("aten.div.Tensor", grad, count, name=f"{op.name}_each"))
+        rest = (None, SUM, op.args[5], count)
+        return (out.emit(op.target, each, logp, target, *rest, name=op.name),)
+
+    yield Choice((REPLICATED, at, at, REPLICATED), (at,), emit)
+
+
+def rules_of(kind: str) -> dict[str, Rule]:
+    """Rules along the sequence. kind: as the setting `cp_kind`."""
+    attention = partial(_attention, kind)
+    return {**dict.fromkeys((*KERNELS, *BACKWARDS), attention), NLL: _mean, NLL_BACKWARD: _mean_backward}
+
+
+def with_plain_lse(program: StepProgram) -> StepProgram:
+    """Attention keeps a number for each row, whatever its kernel pads."""
+    lse = {op.name: lse_of(op.outputs) for op, _ in program.ops if op.target in KERNELS}
+
+    def changed(op: Op) -> Op:
+        if op.name in lse:
+            return replace(op, outputs=(op.outputs[0], lse[op.name], *op.outputs[2:]))
+        if op.target == GETITEM and op.args[1] == 1 and op.args[0].name in lse:
+            return replace(op, outputs=(lse[op.args[0].name],))
+        return op
+
+    return replace(program, ops=tuple((changed(op), origin) for op, origin in program.ops))

@@ -1,0 +1,284 @@
+"""What the steps of a shared attention are made of: halves of rows, the rank that keys come from, sums.
+
+One program is for all ranks. What differs is picked by the rank's coordinate, as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
+from stretto.ir.op_names import names
+from stretto.ir.placed_by_rule import VIEW_OPS
+from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
+from stretto.passes.layout.emit import EXCHANGE, OVER, SLICE, Emitter
+from stretto.passes.layout.kernels import KERNELS
+
+HEADS, ROWS = 1, 2
+"""Dims of (batch, heads, sequence, features)."""
+
+JOB_DEVICE = Const("device", "job")
+_OTHERS = (
+    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE),
+    *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
+)
+
+_SAME_ORDER = VIEW_OPS | names("clone _to_copy contiguous")
+
+Half = int | str | None
+"""Which half of rows: 0, 1, None for both, or "either", the one that the rank's coordinate says."""
+
+
+def summed_in(dtype: str) -> str:
+    return dtype if dtype == "float64" else "float32"
+
+
+class StepOps:
+    """Emits ops for one attention. start: how names begin; kind, halves: see `emit`; random: whether the
+    kernel draws."""
+
+    def __init__(self, out: Emitter, op: Op) -> None:
+        self.out, self.start, self.random = out, op.name, op.random
+        self.axis, self.size, self.kind, self.halves = dict(op.kwargs)[OVER]
+        self.target = op.target.removeprefix("layout.")
+        self.mask = KERNELS[self.target].mask_of(op)
+        self._names: dict[str, str] = {}
+
+    def emit(self, what: str, target: str, *args: Arg, flops: int = 0, **kwargs: Arg) -> str:
+        """An op of PyTorch's, by its name, or another by its target."""
+        target = target if target in _OTHERS or target.startswith("aten.") else f"aten.{target}"
+        random = self.random and "attention" in target
+        name = f"{self.start}_{what}"
+        return self.out.emit(target, *args, name=name, kwargs=kwargs, flops=flops, random=random)
+
+    def once(self, what: str, make: Callable[[], str]) -> str:
+        """What all steps of a direction read."""
+        key = f"{self.start}_{what}"
+        if key not in self._names:
+            self._names[key] = make()
+        return self._names[key]
+
+    def shape(self, x: str) -> tuple[int, ...]:
+        return self.out.specs[x].shape
+
+    def dtype(self, x: str) -> str:
+        return self.out.specs[x].dtype
+
+    def view(self, x: str, shape: Sequence[int], what: str) -> str:
+        if self.shape(x) == tuple(shape):
+            return x
+        if not self.out.viewable(x, shape):
+            x = self.out.contiguous(x)
+        return self.emit(what, VIEW, Ref(x), tuple(shape))
+
+    def converted(self, x: str, dtype: str, what: str) -> str:
+        if self.dtype(x) == dtype:
+            return x
+        return self.emit(what, "_to_copy.default", Ref(x), dtype=Const("dtype", dtype))
+
+    def communicated(self, target: str, x: str, what: str, *how: Arg) -> str:
+        start = self.emit(what, target, Ref(self.out.contiguous(x)), *how, self.axis, self.size)
+        return self.emit(f"{what}_wait", WAIT, Ref(start))
+
+    def exchanged(self, x: str, before: int, after: int, what: str) -> str:
+        return self.emit(what, EXCHANGE, Ref(x), before, after, self.axis, self.size)
+
+    def unrepeated(self, x: str) -> tuple[str, int]:
+        """What a value of repeated heads is made of, and how often each is repeated; itself, and 1."""
+        op = self._made(x)
+        while op is not None and op.target != "aten.expand.default":
+            op = self._made(op.args[0].name) if op.target in _SAME_ORDER else None
+        base = None if op is None else self._made(op.args[0].name)
+        if op is None or base is None or base.target != "aten.unsqueeze.default":
+            return x, 1
+        heads = base.args[0].name
+        batch, count, *rest = self.shape(heads)
+        times = self.shape(x)[HEADS] // count
+        same = self.shape(x) == (batch, count * times, *rest) and op.args[1] == (batch, count, times, *rest)
+        return (heads, times) if same and self.dtype(heads) == self.dtype(x) else (x, 1)
+
+    def _made(self, name: str) -> Op | None:
+        return self.out.made.get(name)
+
+    def repeated(self, x: str, times: int, what: str) -> str:
+        """Each head so often, one behind another."""
+        if times == 1:
+            return x
+        batch, heads, *rest = self.shape(x)
+        wide = self.emit(f"{what}_one", "unsqueeze.default", Ref(x), 2)
+        wide = self.emit(f"{what}_several", "expand.default", Ref(wide), (batch, heads, times, *rest))
+        return self.view(wide, (batch, heads * times, *rest), f"{what}_repeated")
+
+    def added_heads(self, x: str, times: int, what: str) -> str:
+        """The gradient of heads from that of their repetitions."""
+        if times == 1:
+            return x
+        batch, heads, *rest = self.shape(x)
+        apart = self.view(x, (batch, heads // times, times, *rest), f"{what}_repetitions")
+        return self.emit(f"{what}_added", "sum.dim_IntList", Ref(apart), (2,))
+
+    def in_first(self, x: str, times: int, what: str) -> str:
+        """A gradient of repetitions whose sum is that of the heads, which later ops take: one has all."""
+        if times == 1:
+            return x
+        batch, heads, *rest = self.shape(x)
+        wide = self.emit(f"{what}_one", "unsqueeze.default", Ref(x), 2)
+        pads = (*(0 for _ in range(2 * len(rest))), 0, times - 1)
+        padded = self.emit(f"{what}_first", "constant_pad_nd.default", Ref(wide), pads, 0.0)
+        return self.view(padded, (batch, heads * times, *rest), what)
+
+    # --- halves ---------------------------------------------------------------------------------------------
+
+    def of_halves(self, x: str, what: str) -> str:
+        """(batch, heads, 2, half, ...)"""
+        batch, heads, rows, *rest = self.shape(x)
+        return self.view(x, (batch, heads, 2, rows // 2, *rest), f"{what}_halves")
+
+    def half(self, x: str, which: Half, step: int, what: str) -> str:
+        """Rows of (batch, heads, sequence, ...)."""
+        if which is None:
+            return x
+        split = self.of_halves(x, what)
+        if which != "either":
+            return self.emit(f"{what}_half", "select.int", Ref(split), ROWS, which)
+        picked = self.emit(f"{what}_half", "index_select.default", Ref(split), ROWS, Ref(self.either(step)))
+        return self.emit(what, "select.int", Ref(picked), ROWS, 0)
+
+    def either(self, step: int) -> str:
+        """0 where the keys of a step are of an earlier rank, 1 where they are of a later one; an index."""
+
+        def make() -> str:
+            later = self.emit("wraps", "lt.Tensor", Ref(self._rank()), Ref(self._numbers()))
+            return self.emit("half_of", "_to_copy.default", Ref(later), dtype=Const("dtype", "int64"))
+
+        return self._of_step(self.once("half_of", make), "either", step)
+
+    def chosen(self, which: Half, step: int, dtype: str = "bool") -> str:
+        """(2, 1, 1): 1 for the half, 0 for the other."""
+        key = f"{which}_{step}" if which == "either" else f"half_{which}"
+
+        def make() -> str:
+            two = Ref(self.once("two", lambda: self.emit("two", "arange.default", 2, device=JOB_DEVICE)))
+            if which == "either":
+                chosen = self.emit("is_half", "eq.Tensor", two, Ref(self.either(step)))
+            else:
+                chosen = self.emit("is_half", "eq.Scalar", two, which)
+            return self.view(chosen, (2, 1, 1), "of_halves")
+
+        chosen = self.once(f"chosen_{key}", make)
+        return self.once(f"chosen_{key}_{dtype}", lambda: self.converted(chosen, dtype, "chosen"))
+
+    # --- whose keys -----------------------------------------------------------------------------------------
+
+    def _rank(self) -> str:
+        return self.once("rank", lambda: self.emit("rank", INDEX, self.axis, self.size))
+
+    def _numbers(self) -> str:
+        return self.once(
+            "numbers", lambda: self.emit("numbers", "arange.default", self.size, device=JOB_DEVICE)
+        )
+
+    def _of_step(self, every: str, what: str, step: int) -> str:
+        name = f"{what}_{step}"
+        return self.once(name, lambda: self.emit(name, "slice.Tensor", Ref(every), 0, step, step + 1))
+
+    def sources(self) -> str:
+        """Of each step, the rank whose keys come in it; of each rank, the step in which its keys come."""
+
+        def make() -> str:
+            way = self.emit("way", "sub.Tensor", Ref(self._rank()), Ref(self._numbers()))
+            return self.emit("sources", "remainder.Scalar", Ref(way), self.size)
+
+        return self.once("sources", make)
+
+    def source(self, step: int) -> str:
+        return self._of_step(self.sources(), "source", step)
+
+    def columns(self, step: int) -> str | None:
+        """The columns of a mask that are the keys of a step."""
+        mask = self.mask
+        if mask is None:
+            return None
+        *rows, count = self.shape(mask)
+        blocks, at = 2 if self.halves else 1, len(rows) + 1
+        each = count // blocks // self.size
+
+        def make() -> str:
+            # What hides all is finite: a row that sees nothing in one step counts nothing then.
+            hidden = self.emit("mask", "clamp_min.default", Ref(mask), self.lowest(mask) / 4)
+            of_ranks = self.view(hidden, (*rows, blocks, self.size, each), "mask_of_ranks")
+            if blocks == 1:
+                return of_ranks
+            first, second = (self.emit("mask_half", "select.int", Ref(of_ranks), at - 1, k) for k in range(2))
+            second = self.emit("mask_back", "flip.default", Ref(second), (at - 1,))
+            return self.emit("mask_halves", "stack.default", (Ref(first), Ref(second)), at - 1)
+
+        every = self.once("mask", make)
+        picked = self.emit(f"mask_{step}", "index_select.default", Ref(every), at, Ref(self.source(step)))
+        return self.view(picked, (*rows, blocks * each), f"mask_{step}_columns")
+
+    def lowest(self, x: str) -> float:
+        return torch.finfo(getattr(torch, self.dtype(x))).min
+
+
+class Merged:
+    """Partial results of some queries, merged by their log-sum-exp. split: kept by halves."""
+
+    def __init__(self, ops: StepOps, value: str, lse: str, split: bool = False) -> None:
+        self.ops, self.dtype = ops, summed_in(ops.dtype(value))
+        self.value, self.lse = self._wide(value, lse)
+        if split:
+            self.value, self.lse = ops.of_halves(self.value, "made"), ops.of_halves(self.lse, "lse")
+
+    def _wide(self, value: str, lse: str) -> tuple[str, str]:
+        ops = self.ops
+        return ops.converted(value, self.dtype, "made_wide"), ops.converted(lse, self.dtype, "lse_wide")
+
+    def add(self, value: str, lse: str) -> None:
+        emit = self.ops.emit
+        value, lse = self._wide(value, lse)
+        apart = emit("apart", "sub.Tensor", Ref(lse), Ref(self.lse))
+        share = emit("share", "unsqueeze.default", Ref(emit("part", "sigmoid.default", Ref(apart))), -1)
+        self.value = emit("merged", "lerp.Tensor", Ref(self.value), Ref(value), Ref(share))
+        self.lse = emit("merged_lse", "logaddexp.default", Ref(self.lse), Ref(lse))
+
+    def add_to_half(self, value: str, lse: str, which: Half, step: int) -> None:
+        """For the other half it counts nothing."""
+        ops, emit = self.ops, self.ops.emit
+        value, lse = (emit("one", "unsqueeze.default", Ref(x), ROWS) for x in self._wide(value, lse))
+        other = ops.once(
+            f"other_{which}_{step}",
+            lambda: emit("other", "bitwise_not.default", Ref(ops.chosen(which, step))),
+        )
+        other = ops.view(other, (2, 1), "other_half")
+        batch, heads, _, rows = ops.shape(lse)
+        both = emit("both", "expand.default", Ref(lse), (batch, heads, 2, rows))
+        self.add(value, emit("of_half", "masked_fill.Scalar", Ref(both), Ref(other), float("-inf")))
+
+    def result(self, rows: int, dtype: str) -> tuple[str, str]:
+        ops = self.ops
+        batch, heads = ops.shape(self.value)[:2]
+        value = ops.view(self.value, (batch, heads, rows, ops.shape(self.value)[-1]), "made_rows")
+        return ops.converted(value, dtype, "made"), ops.view(self.lse, (batch, heads, rows), "lse_all")
+
+
+class Summed:
+    """A gradient of rows, added up. value: "" for nothing yet. split: kept by halves."""
+
+    def __init__(self, ops: StepOps, value: str = "", split: bool = False) -> None:
+        self.ops = ops
+        self.value = ops.of_halves(value, "sum") if split else value
+
+    def add(self, value: str) -> None:
+        self.value = self.ops.emit("sum", "add.Tensor", Ref(self.value), Ref(value)) if self.value else value
+
+    def add_to_half(self, value: str, which: Half, step: int) -> None:
+        emit = self.ops.emit
+        wide = Ref(emit("one", "unsqueeze.default", Ref(value), ROWS))
+        chosen = Ref(self.ops.chosen(which, step, self.ops.dtype(value)))
+        if self.value:
+            self.value = emit("sum", "addcmul.default", Ref(self.value), wide, chosen)
+        else:
+            self.value = emit("sum", "mul.Tensor", wide, chosen)
