@@ -12,14 +12,12 @@ the module and what to write.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.placed_programs import placers_of
 from stretto.ir.placement import (
     LOCAL,
-    UNKNOWN,
     EqualReducedError,
     NeedsEqualError,
     Placement,
@@ -27,120 +25,97 @@ from stretto.ir.placement import (
     is_thin,
     part,
 )
-from stretto.ir.placements import Placer
-from stretto.ir.program import STARTS, Shard, TensorSpec
+from stretto.ir.program import Op, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
 
 
-@dataclass(slots=True)
 class Proof:
-    """See the module. given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and
-    `buffer/<name>` -> value; size: of the axis."""
+    """See the module. Raises CaptureError for what does not fit.
 
-    ops: Sequence[TracedOp]
-    given: Mapping[str, TensorSpec]
-    shards: Mapping[str, Shard]
-    gradients: Mapping[str, str | None]
-    kept: Mapping[str, str]
-    size: int
-    specs: dict[str, TensorSpec] = field(init=False)
-    placer: Placer = field(init=False)
-    made: dict[str, TracedOp] = field(init=False)
+    given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and `buffer/<name>` ->
+    value; size: of the axis."""
 
-    def __post_init__(self) -> None:
-        self.specs = dict(self.given)
-        (self.placer,) = placers_of(AXIS, self.size, self.shards)
-        self.made = {item.op.name: item for item in self.ops}
+    def __init__(
+        self,
+        ops: Sequence[TracedOp],
+        given: Mapping[str, TensorSpec],
+        shards: Mapping[str, Shard],
+        gradients: Mapping[str, str | None],
+        kept: Mapping[str, str],
+        size: int,
+    ) -> None:
+        self._specs = dict(given)
+        self._made = {item.op.name: item.op for item in ops}
+        self._shards, self._gradients = shards, gradients
+        (self._placer,) = placers_of(AXIS, size, shards)
+        for op in self._made.values():
+            self._place(op)
+        for what, value in kept.items():
+            if not self._placer.of(value).is_full:
+                raise CaptureError(
+                    f"{what.replace('/', ' ')} differs between {AXIS} ranks: it is {self._placer.of(value)} "
+                    f"({self._where(value)}). Reshard it to [Replicate()]"
+                )
 
     def partial(self) -> dict[str, tuple[str, ...]]:
-        """The parameters whose gradients are partial sums, with the axes along which they are. Raises
-        CaptureError for what does not fit."""
-        for item in self.ops:
-            self._place(item)
-        for what, value in self.kept.items():
-            self._full(what, value)
+        """The parameters whose gradients are partial sums, with the axes along which they are."""
         return dict.fromkeys(self._summed_later(), (AXIS,))
 
     def sharded(self) -> frozenset[str]:
         """Values of which ranks have parts along dim 0."""
-        return frozenset(name for name in self.made if any(not dim for dim, _ in self.placer.of(name).at))
+        return frozenset(name for name in self._made if any(not dim for dim, _ in self._placer.of(name).at))
 
     def of(self, value: str) -> tuple[str, ...]:
         """The axes along which a value that is observed is a partial sum. Raises CaptureError for a part."""
-        resident = self.placer.of(value)
-        if resident.kind == "equal" or resident == UNKNOWN:
+        if self._placer.of(value).is_full:
             return ()
-        if resident.kind == "sum" or resident == LOCAL or is_thin(resident, self.specs[value].shape):
+        if self._is_partial(value):
             return (AXIS,)
         raise CaptureError(
-            f"{_made_in(self.made[value])} observes what is {resident} on {AXIS} ranks: observe a sum over "
-            "what is sharded"
+            f"{self._where(value)} observes what is {self._placer.of(value)} on {AXIS} ranks: observe a sum "
+            "over what is sharded"
         )
 
-    def _place(self, item: TracedOp) -> None:
-        op = item.op
+    def _place(self, op: Op) -> None:
         try:
-            self.placer.place(op, self.specs, backward=item.backward)
+            self._placer.place(op, self._specs)
         except NeedsEqualError as need:
-            words = f"every rank has a partial sum of {', '.join(need.names)}, which is used in full"
-            raise self._refusal(item, words) from None
+            what = f"every rank has a partial sum of {need}, which is used in full"
         except EqualReducedError as full:
-            raise self._refusal(item, f"{full} is full on every rank, and is summed over ranks") from None
+            what = f"{full} is full on every rank, and is summed over ranks"
         except RefusedError as error:
-            raise self._refusal(item, str(error)) from None
-        if len(op.outputs) == 1 and op.outputs[0] is not None:
-            self.specs[op.name] = op.outputs[0]
-
-    def _full(self, what: str, value: str) -> None:
-        resident = self.placer.of(value)
-        if resident.kind == "equal" or resident == UNKNOWN:
+            what = str(error)
+        else:
+            if len(op.outputs) == 1 and op.outputs[0] is not None:
+                self._specs[op.name] = op.outputs[0]
             return
-        where = "the loss" if what == "loss" else f"buffer {what.removeprefix('buffer/')!r}"
         raise CaptureError(
-            f"{where} differs between {AXIS} ranks: it is {resident} ({_made_in(self.made[value])}). Reshard "
-            "it to [Replicate()]"
+            f"{self._where(op.name)} cannot be computed in parts ({op.name}, {op.target}): {what}. Reshard "
+            "it to [Replicate()] before"
         )
+
+    def _is_partial(self, value: str) -> bool:
+        at = self._placer.of(value)
+        return at.kind == "sum" or at == LOCAL or is_thin(at, self._specs[value].shape)
 
     def _summed_later(self) -> Iterator[str]:
-        for name, value in self.gradients.items():
+        for name, value in self._gradients.items():
             if value is None:
                 continue
-            have, shard = self.placer.of(value), self.shards.get(name)
-            if shard is None and have.kind != "equal" and have != UNKNOWN:
-                if have.kind != "sum" and have != LOCAL and not is_thin(have, self.specs[value].shape):
-                    raise self._gradient_refusal(name, value, have, "full")
+            have, shard = self._placer.of(value), self._shards.get(name)
+            want = "full" if shard is None else part(shard.dim, shard.blocks)
+            if isinstance(want, Placement):
+                fits = have.kind == "local" or have.zero or want.at[0] in have.at
+            else:
+                fits = have.is_full or self._is_partial(value)
+            if not fits:
+                raise CaptureError(
+                    f"the gradient of parameter {name!r} is {have}, where the parameter is {want} "
+                    f"({self._where(value)}): reshard what it is used with"
+                )
+            if shard is None and not have.is_full:
                 yield name
-            elif shard is not None:
-                want = part(shard.dim, shard.blocks)
-                if have.kind != "local" and not have.zero and want.at[0] not in have.at:
-                    raise self._gradient_refusal(name, value, have, str(want))
 
-    def _gradient_refusal(self, name: str, value: str, have: Placement, want: str) -> CaptureError:
-        return CaptureError(
-            f"the gradient of parameter {name!r} is {have}, where the parameter is {want} "
-            f"({_made_in(self.made.get(value))}): reshard what it is used with"
-        )
-
-    def _refusal(self, item: TracedOp, what: str) -> CaptureError:
-        fix = (
-            "Communicate what all ranks have in full: gather it before"
-            if item.op.target in STARTS
-            else "Reshard it to [Replicate()] before"
-        )
-        return CaptureError(
-            f"{_made_in(item)} cannot be computed in parts ({item.op.name}, {item.op.target}): "
-            f"{self._said(what)}. {fix}"
-        )
-
-    def _said(self, what: str) -> str:
-        for name in what.replace(",", " ").split():
-            module = self.made[name].op.module if name in self.made else ""
-            if module:
-                return what.replace(name, f"{name} (of {module})", 1)
-        return what
-
-
-def _made_in(item: TracedOp | None) -> str:
-    return (
-        "the model" if item is None else item.op.module or ("the backward" if item.backward else "the loss")
-    )
+    def _where(self, value: str) -> str:
+        op = self._made.get(value)
+        return (op is not None and op.module) or "the model or its loss"

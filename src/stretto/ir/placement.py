@@ -29,6 +29,11 @@ class Placement:
     zero: bool = False
     free: bool = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank has all of it, as far as is known."""
+        return self.kind == "equal" or self == UNKNOWN
+
     def __str__(self) -> str:
         if self.kind != "part":
             return {"sum": "a partial sum of a sum", "equal": "full", "local": "a rank's own"}.get(
@@ -55,11 +60,7 @@ def part(dim: int, blocks: int = 1) -> Placement:
 
 
 class RefusedError(Exception):
-    """The op has no placement for its result. The message says what is wrong; names: of the values."""
-
-    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
-        super().__init__(what)
-        self.names = tuple(names)
+    """The op has no placement for its result. The message says what is wrong."""
 
 
 class NeedsEqualError(Exception):

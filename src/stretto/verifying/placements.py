@@ -19,7 +19,7 @@ from stretto.ir.axes import AXES, TENSOR, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
 from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
-from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
+from stretto.ir.placement import EqualReducedError, NeedsEqualError, is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import GETITEM, VIEWS, Job, Op, Parameter, TensorSpec
@@ -181,7 +181,7 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                 thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
                 if kept.zero:
                     continue
-                full = _is_full(kept)
+                full = kept.is_full
                 if own.kind == "part" and kept.kind not in ("part", "local"):
                     what = f"{its} is {kept}, but the parameter is {own}"
                     yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
@@ -201,16 +201,12 @@ def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
     """The loss, and what buffers become, are full on every rank."""
     for placer in placers:
         stage, loss = plan.job.loss
-        if not _is_full(placer.of(loss)):
+        if not placer.of(loss).is_full:
             what = f"{loss} differs between {TENSOR} ranks"
             yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
         for buffer in plan.job.buffers:
             for stage, phase, value in buffer.updates:
-                if not _is_full(placer.of(value)):
+                if not placer.of(value).is_full:
                     what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
                     fix = "Sum or gather what it is made of first"
                     yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it full", fix)
-
-
-def _is_full(kept: Placement) -> bool:
-    return kept.kind == "equal" or kept == UNKNOWN
