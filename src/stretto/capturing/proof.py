@@ -2,8 +2,10 @@
 
     1. Parameters are placed as their shards say, the batch and buffers are full.
     2. Every op is placed, in order (`stretto.ir.placements`).
-    3. The loss and the buffers must be full at the end, and a gradient sharded as its parameter is; that of a
-       full parameter may be a partial sum on every rank, which is summed once a step.
+    3. The gradient of a full parameter may be a partial sum on every rank, which is summed once a step.
+
+That the loss, buffers and gradients are what they must be at the end is for the proof of the plan
+(`stretto.verifying.placements`).
 
 The program says itself what is communicated; nothing is added to it. Whatever does not fit is refused, with
 the module and what to write.
@@ -11,7 +13,7 @@ the module and what to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
@@ -20,10 +22,8 @@ from stretto.ir.placement import (
     LOCAL,
     EqualReducedError,
     NeedsEqualError,
-    Placement,
     RefusedError,
     is_thin,
-    part,
 )
 from stretto.ir.program import Op, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
@@ -32,8 +32,7 @@ from stretto.parallelize.tensor import AXIS
 class Proof:
     """See the module. Raises CaptureError for what does not fit.
 
-    given: specs of what no op makes; gradients: parameter -> its value; kept: `loss` and `buffer/<name>` ->
-    value; size: of the axis."""
+    given: specs of what no op makes; gradients: parameter -> its value; size: of the axis."""
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class Proof:
         given: Mapping[str, TensorSpec],
         shards: Mapping[str, Shard],
         gradients: Mapping[str, str | None],
-        kept: Mapping[str, str],
         size: int,
     ) -> None:
         self._specs = dict(given)
@@ -50,16 +48,12 @@ class Proof:
         (self._placer,) = placers_of(AXIS, size, shards)
         for op in self._made.values():
             self._place(op)
-        for what, value in kept.items():
-            if not self._placer.of(value).is_full:
-                raise CaptureError(
-                    f"{what.replace('/', ' ')} differs between {AXIS} ranks: it is {self._placer.of(value)} "
-                    f"({self._where(value)}). Reshard it to [Replicate()]"
-                )
 
     def partial(self) -> dict[str, tuple[str, ...]]:
         """The parameters whose gradients are partial sums, with the axes along which they are."""
-        return dict.fromkeys(self._summed_later(), (AXIS,))
+        full = {name: value for name, value in self._gradients.items() if name not in self._shards}
+        summed = [name for name, value in full.items() if value and not self._placer.of(value).is_full]
+        return dict.fromkeys(summed, (AXIS,))
 
     def sharded(self) -> frozenset[str]:
         """Values of which ranks have parts along dim 0."""
@@ -67,13 +61,11 @@ class Proof:
 
     def of(self, value: str) -> tuple[str, ...]:
         """The axes along which a value that is observed is a partial sum. Raises CaptureError for a part."""
-        if self._placer.of(value).is_full:
-            return ()
-        if self._is_partial(value):
-            return (AXIS,)
+        at = self._placer.of(value)
+        if at.is_full or at.kind == "sum" or at == LOCAL or is_thin(at, self._specs[value].shape):
+            return () if at.is_full else (AXIS,)
         raise CaptureError(
-            f"{self._where(value)} observes what is {self._placer.of(value)} on {AXIS} ranks: observe a sum "
-            "over what is sharded"
+            f"{self._where(value)} observes what is {at} on {AXIS} ranks: observe a sum over what is sharded"
         )
 
     def _place(self, op: Op) -> None:
@@ -93,28 +85,6 @@ class Proof:
             f"{self._where(op.name)} cannot be computed in parts ({op.name}, {op.target}): {what}. Reshard "
             "it to [Replicate()] before"
         )
-
-    def _is_partial(self, value: str) -> bool:
-        at = self._placer.of(value)
-        return at.kind == "sum" or at == LOCAL or is_thin(at, self._specs[value].shape)
-
-    def _summed_later(self) -> Iterator[str]:
-        for name, value in self._gradients.items():
-            if value is None:
-                continue
-            have, shard = self._placer.of(value), self._shards.get(name)
-            want = "full" if shard is None else part(shard.dim, shard.blocks)
-            if isinstance(want, Placement):
-                fits = have.kind == "local" or have.zero or want.at[0] in have.at
-            else:
-                fits = have.is_full or self._is_partial(value)
-            if not fits:
-                raise CaptureError(
-                    f"the gradient of parameter {name!r} is {have}, where the parameter is {want} "
-                    f"({self._where(value)}): reshard what it is used with"
-                )
-            if shard is None and not have.is_full:
-                yield name
 
     def _where(self, value: str) -> str:
         op = self._made.get(value)

@@ -176,7 +176,7 @@ def _trace(
     sharded: frozenset[str] = frozenset()
     tensor = layout.tensor
     if tensor is not None:
-        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size)
+        proof = Proof(ops, given, tensor.shards, grads, tensor.size)
         partial_along, sharded = proof.partial(), proof.sharded()
         seen = tuple(with_partial(one, proof.of(one.value), one.value) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}

@@ -28,8 +28,6 @@ from stretto.parallelize.unseen import AXES, value_now
 
 NAMESPACE = "stretto"
 
-OneToOne = Callable[[Tensor], Tensor]
-
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
 """What code may start: an op's schema has no word for sizes."""
@@ -145,26 +143,20 @@ def _check_axis(what: str, axis: str, size: int) -> None:
         raise ValueError(f"{what} is over {axis} = {size}, and the job has {dict(axes)} besides pp: name one")
 
 
-class _OneToOnePair(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, axis: str, size: int, kind: Kind) -> Tensor:
+        ctx.back = KINDS[kind.gradient], axis, size
+        return communicate(kind, x, axis, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
-
-
-def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-    made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return made
+        kind, axis, size = ctx.back
+        return communicate(kind, grad, axis, size), None, None, None
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
     """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
     another that sums nothing."""
-    back = KINDS[kind.gradient]
-    return _pair(
-        x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)
-    )
+    made: Tensor = _Exchange.apply(x, axis, size, kind)  # type: ignore[no-untyped-call]
+    return made
