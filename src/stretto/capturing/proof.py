@@ -18,13 +18,7 @@ from collections.abc import Mapping, Sequence
 from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.placed_programs import placers_of
-from stretto.ir.placement import (
-    LOCAL,
-    EqualReducedError,
-    NeedsEqualError,
-    RefusedError,
-    is_thin,
-)
+from stretto.ir.placement import LOCAL, PlacementError, is_thin
 from stretto.ir.program import Op, Shard, TensorSpec
 from stretto.parallelize.tensor import AXIS
 
@@ -71,20 +65,13 @@ class Proof:
     def _place(self, op: Op) -> None:
         try:
             self._placer.place(op, self._specs)
-        except NeedsEqualError as need:
-            what = f"every rank has a partial sum of {need}, which is used in full"
-        except EqualReducedError as full:
-            what = f"{full} is full on every rank, and is summed over ranks"
-        except RefusedError as error:
-            what = str(error)
-        else:
-            if len(op.outputs) == 1 and op.outputs[0] is not None:
-                self._specs[op.name] = op.outputs[0]
-            return
-        raise CaptureError(
-            f"{self._where(op.name)} cannot be computed in parts ({op.name}, {op.target}): {what}. Reshard "
-            "it to [Replicate()] before"
-        )
+        except PlacementError as trouble:
+            raise CaptureError(
+                f"{self._where(op.name)} cannot be computed in parts: {op.name} ({op.target}) {trouble}. "
+                "Reshard it to [Replicate()] before"
+            ) from None
+        if len(op.outputs) == 1 and op.outputs[0] is not None:
+            self._specs[op.name] = op.outputs[0]
 
     def _where(self, value: str) -> str:
         op = self._made.get(value)

@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.ir.flow import PHASES, given_specs
-from stretto.ir.placement import (
-    LOCAL,
-    EqualReducedError,
-    NeedsEqualError,
-    RefusedError,
-    part,
-)
+from stretto.ir.placement import LOCAL, PlacementError, part
 from stretto.ir.placements import Placer
 from stretto.ir.program import Job, Op, Shard, TensorSpec
-
-Trouble = RefusedError | NeedsEqualError | EqualReducedError
 
 
 def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer]:
@@ -53,7 +45,7 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer
 
 def place_all(
     programs: Sequence[Sequence[Op]], placers: Sequence[Placer], specs: dict[str, TensorSpec]
-) -> Iterator[tuple[int, Op, Trouble]]:
+) -> Iterator[tuple[int, Op, PlacementError]]:
     """Place all ops; yields each that has no placement, with the number of its program, and why.
 
     specs: of what no op makes; those of the values that are made come to it.
@@ -69,7 +61,7 @@ def place_all(
                 for placer in placers:
                     try:
                         placer.place(op, specs)
-                    except (RefusedError, NeedsEqualError, EqualReducedError) as trouble:
+                    except PlacementError as trouble:
                         placer.values[op.name] = LOCAL
                         yield number, op, trouble
                 if len(op.outputs) == 1 and op.outputs[0] is not None:

@@ -104,8 +104,8 @@ class Placer:
         return self.values.get(name, EQUAL)
 
     def place(self, op: Op, specs: Mapping[str, TensorSpec]) -> None:
-        """Find the placement of what an op makes. specs: of the values that it reads. Raises RefusedError,
-        NeedsEqualError, EqualReducedError."""
+        """Find the placement of what an op makes. specs: of the values that it reads. Raises
+        PlacementError."""
         result = self._placed(op, specs)
         if len(result) > 1:
             self._tuples[op.name] = result

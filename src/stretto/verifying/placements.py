@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from stretto.ir.axes import AXES, TENSOR, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
-from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
-from stretto.ir.placement import EqualReducedError, NeedsEqualError, is_thin
+from stretto.ir.placed_programs import place_all, placers_of, programs_of, shards_of
+from stretto.ir.placement import is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import GETITEM, VIEWS, Job, Op, Parameter, TensorSpec
@@ -123,7 +123,12 @@ def placement_faults(plan: Plan) -> list[Fault]:
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
-    result = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
+    result = [
+        Fault(
+            plan.rank_of(stages[at]), f"{op.name} ({op.target})", f"{trouble} (along {TENSOR})", trouble.fix
+        )
+        for at, op, trouble in troubles
+    ]
     result += _reductions(plan)
     return result or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
@@ -150,20 +155,6 @@ def _maker(made: Mapping[str, Op], name: str) -> str:
     while op is not None and (op.target in COPIES or op.target in VIEWS or op.target == GETITEM):
         op = made.get(op.uses[0]) if op.uses else None
     return "" if op is None else op.target
-
-
-def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
-    if isinstance(trouble, NeedsEqualError):
-        names = ", ".join(trouble.names)
-        what = f"uses {names} as a full value, of which every {TENSOR} rank has only a partial sum"
-        fix = "Sum it over the ranks first"
-    elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {TENSOR} ranks, which all have it in full"
-        fix = "Use it as it is"
-    else:
-        what = f"has operands that {TENSOR} ranks do not keep alike: {trouble}"
-        fix = "Gather what is sharded first"
-    return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
