@@ -8,7 +8,9 @@ They have shapes and no kernels, and need no process group. In the captured grap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,10 @@ from stretto.ir.collectives import (
     REDUCE_SCATTER,
     Kind,
 )
-from stretto.parallelize.unseen import AXES, value_now
 
 NAMESPACE = "stretto"
+
+Axes = Sequence[tuple[str, int]]
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
@@ -137,8 +140,21 @@ def _dim_of(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
+_axes: ContextVar[Axes | None] = ContextVar("axes", default=None)
+
+
+@contextmanager
+def of_job(axes: Axes) -> Iterator[None]:
+    """While the context lasts, code may communicate over these axes alone, the job's."""
+    before = _axes.set(axes)
+    try:
+        yield
+    finally:
+        _axes.reset(before)
+
+
 def _check_axis(what: str, axis: str, size: int) -> None:
-    axes = value_now(AXES)
+    axes = _axes.get()
     if axes is not None and (axis, size) not in axes:
         raise ValueError(f"{what} is over {axis} = {size}, and the job has {dict(axes)} besides pp: name one")
 
