@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.process_memory import rarely_collected
+from stretto.backend.specs import dtype_name, spec_of
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter
-from stretto.capturing.convert import convert, dtype_name, spec_of
+from stretto.capturing.convert import convert
 from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained

@@ -31,6 +31,7 @@ import torch
 from torch import fx
 
 from stretto.backend.dispatch_adapter import resolve
+from stretto.backend.specs import spec_of
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
@@ -357,7 +358,5 @@ class CompiledWriter(Writer):
 
     def _spec(self, part: int, name: str) -> TensorSpec:
         if name in self.externals.fixed:
-            kept = self.externals.fixed[name]
-            stride = None if kept.is_contiguous() else tuple(kept.stride())
-            return TensorSpec(tuple(kept.shape), str(kept.dtype).removeprefix("torch."), stride)
+            return spec_of(self.externals.fixed[name])
         return self.specs[name]
