@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ def empty_of(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
 
 
-def decoded(arg: Arg, specs: Mapping[str, TensorSpec], device: str) -> Any:
-    """An op's argument as PyTorch takes it, with such tensors."""
+def decoded(arg: Arg, value: Callable[[str], Any], device: torch.device | str) -> Any:
+    """An op's argument as PyTorch takes it. value: of a name."""
     if isinstance(arg, Ref):
-        return empty_of(specs[arg.name], device)
+        return value(arg.name)
     if isinstance(arg, tuple):
-        return [decoded(item, specs, device) for item in arg]
+        return [decoded(item, value, device) for item in arg]
     if isinstance(arg, Const):
         return torch.device(device) if arg.kind == "device" else getattr(torch, arg.text)
     return arg

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from stretto.backend.dispatch_adapter import no_elements, refused
-from stretto.backend.specs import decoded, spec_of
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
@@ -176,10 +176,14 @@ def _called(op: Op, specs: Specs, device: str) -> tuple[Given | None, str]:
     taken = {argument.name for argument in function._schema.arguments}
     if any(isinstance(value, str) and key not in taken for key, value in op.kwargs):
         return None, ""  # a note, and no function of this name that PyTorch has
+
+    def empty(name: str) -> torch.Tensor:
+        return empty_of(specs[name], device)
+
     try:
         with torch.no_grad(), no_elements():
-            args = decoded(op.args, specs, device)
-            kwargs = {key: decoded(value, specs, device) for key, value in op.kwargs}
+            args = decoded(op.args, empty, device)
+            kwargs = {key: decoded(value, empty, device) for key, value in op.kwargs}
             made = function(*args, **kwargs)
     except (NotImplementedError, AttributeError):
         return None, ""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch_adapter import overload, returns_view
-from stretto.backend.specs import decoded, spec_of
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
@@ -131,8 +131,8 @@ class Emitter:
         return f"({', '.join(map(self._text, arg))})" if isinstance(arg, tuple) else repr(arg)
 
     def _called(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
-        given = [decoded(arg, self.specs, "meta") for arg in args]
-        named = {key: decoded(arg, self.specs, "meta") for key, arg in kwargs}
+        given = [decoded(arg, self._empty, "meta") for arg in args]
+        named = {key: decoded(arg, self._empty, "meta") for key, arg in kwargs}
         function: Any = torch.Tensor.view if target in VIEWS else overload(target)
         try:
             with torch.no_grad():
@@ -141,6 +141,9 @@ class Emitter:
             raise MisfitError(f"{target}: {error}") from error
         several = made if isinstance(made, (tuple, list)) else (made,)
         return tuple(spec_of(one) if isinstance(one, torch.Tensor) else None for one in several)
+
+    def _empty(self, name: str) -> torch.Tensor:
+        return empty_of(self.specs[name], "meta")
 
     # --- what changes a placement ---------------------------------------------------------------------------
 
