@@ -69,7 +69,7 @@ def test_an_addend_that_is_used_as_the_sum(plan: Plan) -> None:
         ),
     )
     faults = " ".join(map(str, plan_faults(broken)))
-    assert "of which every tp rank has only a partial sum" in faults or "differs between tp ranks" in faults
+    assert "of which every rank has only a partial sum" in faults or "differs between tp ranks" in faults
 
 
 def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
@@ -88,7 +88,7 @@ def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
     used = summed, partial_sums[waits[summed]]
     broken = changed(plan, lambda op: with_uses(op, lambda u: used[1] if u == summed else u))
     assert any(
-        f"uses {used[1]} as a full value, of which every tp rank has only a partial sum" in str(fault)
+        f"uses {used[1]} as a full value, of which every rank has only a partial sum" in str(fault)
         for fault in plan_faults(broken)
     )
 
@@ -108,4 +108,4 @@ def test_a_shard_that_the_program_does_not_have(plan: Plan) -> None:
         for p in plan.job.parameters
     )
     faults = plan_faults(replace(plan, job=replace(plan.job, parameters=parameters)))
-    assert any("that tp ranks do not keep alike" in str(fault) for fault in faults)
+    assert any("that ranks do not keep alike" in str(fault) for fault in faults)

@@ -28,8 +28,8 @@ from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
+from stretto.parallelize import ops
 from stretto.parallelize.layout import Layout, layout_of
-from stretto.parallelize.unseen import AXES, now
 from stretto.passes import on_job
 
 TRACED_BY = (
@@ -74,7 +74,7 @@ class Captures:
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self.model), now(AXES, parallel.axes):
+        with explained(self.model), ops.of_job(parallel.axes):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:

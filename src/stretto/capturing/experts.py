@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from stretto.backend.specs import empty_of
 from stretto.capturing import torch_adapter
 from stretto.capturing.convert import convert
 from stretto.capturing.equal import differing
@@ -29,7 +30,7 @@ from stretto.parallelize.experts import sharded_experts
 from stretto.parallelize.layout import Layout
 from stretto.passes.layout.emit import CONTIGUOUS
 from stretto.passes.layout.program import Origin, StepProgram
-from stretto.passes.rewrite import strides_of, with_uses
+from stretto.passes.rewrite import with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
 """Names of a call's inputs, besides those of parameters and buffers."""
@@ -79,7 +80,7 @@ class ExpertCalls:
         dtype = None if traced.param_dtype is None else getattr(torch, traced.param_dtype)
         mode = torch_adapter.fake_mode()
         with mode:
-            leaves = [_empty(spec, device) for spec in specs]
+            leaves = [empty_of(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
         parts = self.layout.traced.part_shapes(self.model)
@@ -220,11 +221,6 @@ class _Walk:
             name = f"{like}_{count}"
         self.taken.add(name)
         return name
-
-
-def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    return torch.empty_strided(spec.shape, strides_of(spec), dtype=dtype, device=device)
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from stretto.capturing.graph import Traced
-from stretto.errors import CaptureError
+from stretto.errors import CaptureError, listed
 from stretto.ir.axes import TENSOR
 from stretto.passes.layout.emit import GATHER, REDUCE, SCATTER
 from stretto.passes.layout.shard import Gathered, ShardedProgram
@@ -25,9 +25,6 @@ LEAST = 0.01
 little of the time of sending is lost."""
 
 SENDING = (GATHER, REDUCE, SCATTER)
-
-NAMED = 4
-"""How many places a message names."""
 
 WAY_OUT = (
     "compute it by other ops, or along a dim that the plan does not shard; or leave the modules that make "
@@ -71,8 +68,4 @@ def _places(gathered: Sequence[Gathered]) -> str:
         place = module, one.op.target.split(".")[-2] if "." in one.op.target else one.op.target
         nbytes[place] = nbytes.get(place, 0) + one.nbytes
     largest = sorted(nbytes, key=lambda place: -nbytes[place])
-    named = [
-        f"{op} in {module} ({nbytes[module, op]:,} bytes a microbatch)" for module, op in largest[:NAMED]
-    ]
-    more = f" and {len(largest) - NAMED} more" if len(largest) > NAMED else ""
-    return ", ".join(named) + more
+    return listed(f"{op} in {module} ({nbytes[module, op]:,} bytes a microbatch)" for module, op in largest)

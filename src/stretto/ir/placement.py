@@ -29,6 +29,11 @@ class Placement:
     zero: bool = False
     free: bool = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank has all of it, as far as is known."""
+        return self.kind == "equal" or self == UNKNOWN
+
     def __str__(self) -> str:
         if self.kind != "part":
             return {"sum": "a partial sum of a sum", "equal": "full", "local": "a rank's own"}.get(
@@ -54,24 +59,36 @@ def part(dim: int, blocks: int = 1) -> Placement:
     return Placement("part", ((dim, blocks),))
 
 
-class RefusedError(Exception):
-    """The op has no placement for its result. The message says what is wrong; names: of the values."""
+class PlacementError(Exception):
+    """The op has no placement for its result. The message says what is wrong, `fix` what would be right."""
 
-    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
-        super().__init__(what)
-        self.names = tuple(names)
+    fix = "Gather what is sharded first"
 
 
-class NeedsEqualError(Exception):
+class RefusedError(PlacementError):
+    """Operands are not placed alike."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"has operands that ranks do not keep alike: {what}")
+
+
+class NeedsEqualError(PlacementError):
     """The op would be right if these partial sums were summed before."""
 
+    fix = "Sum it over the ranks first"
+
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = tuple(dict.fromkeys(names))
+        sums = ", ".join(dict.fromkeys(names))
+        super().__init__(f"uses {sums} as a full value, of which every rank has only a partial sum")
 
 
-class EqualReducedError(Exception):
+class EqualReducedError(PlacementError):
     """A sum over ranks of what all of them have full: the value itself."""
+
+    fix = "Use it as it is"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"sums {name} over ranks, which all have it in full")
 
 
 def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:

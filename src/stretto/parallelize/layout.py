@@ -20,19 +20,16 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. is_traced: whether it is what a model is traced with,
-    before passes lay it out."""
+    """Each is None where there is nothing of the kind."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
-    is_traced: bool = False
 
     @property
     def by_passes(self) -> bool:
         """Whether passes lay out what is traced."""
-        parts = (self.tensor, self.experts, self.chunks)
-        return not self.is_traced and any(part is not None for part in parts)
+        return any(part is not None for part in (self.tensor, self.experts, self.chunks))
 
     @property
     def mixtures(self) -> tuple[str, ...]:
@@ -68,7 +65,7 @@ class Layout:
     @property
     def traced(self) -> Layout:
         """What the model is traced with: parts of experts, which are one op."""
-        return replace(self, tensor=None, is_traced=True)
+        return replace(self, tensor=None)
 
     def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
         """The same with other shards over tensor-parallel ranks."""

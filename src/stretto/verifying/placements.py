@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from stretto.ir.axes import AXES, TENSOR, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
-from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
-from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
+from stretto.ir.placed_programs import place_all, placers_of, programs_of, shards_of
+from stretto.ir.placement import is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import GETITEM, VIEWS, Job, Op, Parameter, TensorSpec
@@ -123,7 +123,12 @@ def placement_faults(plan: Plan) -> list[Fault]:
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
-    result = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
+    result = [
+        Fault(
+            plan.rank_of(stages[at]), f"{op.name} ({op.target})", f"{trouble} (along {TENSOR})", trouble.fix
+        )
+        for at, op, trouble in troubles
+    ]
     result += _reductions(plan)
     return result or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
@@ -152,20 +157,6 @@ def _maker(made: Mapping[str, Op], name: str) -> str:
     return "" if op is None else op.target
 
 
-def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
-    if isinstance(trouble, NeedsEqualError):
-        names = ", ".join(trouble.names)
-        what = f"uses {names} as a full value, of which every {TENSOR} rank has only a partial sum"
-        fix = "Sum it over the ranks first"
-    elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {TENSOR} ranks, which all have it in full"
-        fix = "Use it as it is"
-    else:
-        what = f"has operands that {TENSOR} ranks do not keep alike: {trouble}"
-        fix = "Gather what is sharded first"
-    return Fault(rank, f"{op.name} ({op.target})", what, fix)
-
-
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of sharded parameters are sharded with them, others are full or partial sums, as they say."""
     for parameter in plan.job.parameters:
@@ -181,7 +172,7 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                 thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
                 if kept.zero:
                     continue
-                full = _is_full(kept)
+                full = kept.is_full
                 if own.kind == "part" and kept.kind not in ("part", "local"):
                     what = f"{its} is {kept}, but the parameter is {own}"
                     yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
@@ -201,16 +192,12 @@ def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
     """The loss, and what buffers become, are full on every rank."""
     for placer in placers:
         stage, loss = plan.job.loss
-        if not _is_full(placer.of(loss)):
+        if not placer.of(loss).is_full:
             what = f"{loss} differs between {TENSOR} ranks"
             yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
         for buffer in plan.job.buffers:
             for stage, phase, value in buffer.updates:
-                if not _is_full(placer.of(value)):
+                if not placer.of(value).is_full:
                     what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
                     fix = "Sum or gather what it is made of first"
                     yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it full", fix)
-
-
-def _is_full(kept: Placement) -> bool:
-    return kept.kind == "equal" or kept == UNKNOWN

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch_adapter import overload, returns_view
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
@@ -130,8 +131,8 @@ class Emitter:
         return f"({', '.join(map(self._text, arg))})" if isinstance(arg, tuple) else repr(arg)
 
     def _called(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
-        given = [self._decoded(arg) for arg in args]
-        named = {key: self._decoded(arg) for key, arg in kwargs}
+        given = [decoded(arg, self._empty, "meta") for arg in args]
+        named = {key: decoded(arg, self._empty, "meta") for key, arg in kwargs}
         function: Any = torch.Tensor.view if target in VIEWS else overload(target)
         try:
             with torch.no_grad():
@@ -139,14 +140,10 @@ class Emitter:
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
             raise MisfitError(f"{target}: {error}") from error
         several = made if isinstance(made, (tuple, list)) else (made,)
-        return tuple(_spec(one) if isinstance(one, torch.Tensor) else None for one in several)
+        return tuple(spec_of(one) if isinstance(one, torch.Tensor) else None for one in several)
 
-    def _decoded(self, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return _empty(self.specs[arg.name])
-        if isinstance(arg, Const):
-            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.text)
-        return [self._decoded(item) for item in arg] if isinstance(arg, tuple) else arg
+    def _empty(self, name: str) -> torch.Tensor:
+        return empty_of(self.specs[name], "meta")
 
     # --- what changes a placement ---------------------------------------------------------------------------
 
@@ -240,15 +237,3 @@ def _is_view(target: str) -> bool:
         return True
     function = overload(target) if target.startswith("aten.") else None
     return function is not None and returns_view(function)
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.stride is None:
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
-    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    stride = None if tensor.is_contiguous() else tuple(int(n) for n in tensor.stride())
-    return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."), stride)
