@@ -172,7 +172,6 @@ STYLES: list[tuple[Any, str]] = [
     (ColwiseParallel(input_layouts=Shard(0)), "input layouts (Shard(dim=0),)"),
     ("packed_colwise:x", "how many matrices"),
     ("packed_colwise:0", "how many matrices"),
-    ("attributes:heads", "unknown style 'attributes:heads'"),
     ("colwise:2", "takes nothing after a colon"),
     ("rowwise:2", "takes nothing after a colon"),
 ]
@@ -297,6 +296,7 @@ def test_words_and_objects_of_pytorch_mean_the_same() -> None:
         (RowwiseParallel(output_layouts=Shard(1)), Style("rowwise")),
         (SequenceParallel(), Style("replicated")),
         ("colwise_rep", Style("colwise")),
+        ("attributes:heads", Style("replicated")),
         ("packed_colwise:3", Style("packed_colwise", blocks=3)),
     ):
         assert parse_style(given, "") == style
