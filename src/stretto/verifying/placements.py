@@ -3,9 +3,8 @@ keep of its operands.
 
 Parameters that are sharded name real axes and dims; copies of one tensor are sharded alike.
 
-Capture has proved placements of the step that it traced, with the shapes of the model alone beside it.
-Passes and planning have changed the programs since, and a plan file may be anybody's. So each op is placed
-again (`stretto.ir.placements`) from the parameters' shards on, through all stages: a partial sum that is
+Passes and planning have made the programs, and a plan file may be anybody's. So each op is placed again
+(`stretto.ir.placements`) from the parameters' shards on, through all stages: a partial sum that is
 used as if it were the sum, a sum over ranks of what is full on each, a slice beside a full value, and
 gradients that are other than their parameters say. The order of gathered rows is not followed here, and what
 an op without a rule makes is taken as it is.
