@@ -357,7 +357,7 @@ def test_it_is_right(name: str) -> None:
     assert_plain(job, model, mean, batch)
     if plan is BOTH and "beside" in name:
         reductions = [op for op in job.stages[0].ops[Phase.I] if op.target == "comm.all_reduce"]
-        assert len(reductions) == 1, "both matrices' partials are reduced at once"
+        assert len(reductions) == 2, "of the gate's one number a row, and of both matrices' partials at once"
 
 
 def test_statistics_of_a_norm_before_sharded_matrices_are_the_plain_ones() -> None:

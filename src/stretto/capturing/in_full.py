@@ -1,7 +1,7 @@
 """What tensor-parallel ranks compute in full, because no rule says how to compute it on their slices.
 
-That is slow, and right: the user is told where it is, and refused where it would leave nothing to gain. What
-the plan replicates is meant so. An evaluation is laid out as its training, of which the user was told.
+That is slow, and right: a warning says where it is, and a step is refused where that leaves nothing to gain.
+What the plan replicates is meant so. An evaluation is laid out as its training, which has warned.
 """
 
 from __future__ import annotations
