@@ -215,8 +215,8 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
 
 
 def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str, AxisPlacement]:
-    """What enters a module that gathers is gathered there once. A router sees all tokens, so that no rank asks
-    what another's has chosen. inside: how names begin in such modules."""
+    """What enters a module that gathers is gathered there once. A router sees all tokens: no rank asks what
+    another has chosen. inside: how names begin in such modules."""
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
