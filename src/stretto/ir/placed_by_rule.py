@@ -15,9 +15,7 @@ from stretto.ir.placement import (
     Placement,
     RefusedError,
     blocks_along,
-    is_thin,
     part,
-    places_of,
 )
 from stretto.ir.program import Op, TensorSpec
 
@@ -80,7 +78,7 @@ def with_parts(
     reasons: list[str] = []
     result: list[tuple[Placement, ...]] = []
     needed: list[str] = []
-    for dim, blocks in places_of(given[parts[0]], specs[parts[0]].shape):
+    for dim, blocks in given[parts[0]].at:
         label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
         if label is None:
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
@@ -110,12 +108,8 @@ def with_parts(
     # Parts go before partial sums: of one element, a part may be a partial sum as well (`is_thin`).
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
     alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
-    moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
-    free = moved or any(given[at].free for at in parts)
     return tuple(
-        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
-        if p.kind == "part"
-        else p
+        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at))) if p.kind == "part" else p
         for k, p in enumerate(first)
     )
 
@@ -132,7 +126,7 @@ def _beside(
     for at, kept in enumerate(given):
         dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
         if kept.kind == "part":
-            if not any(d in dims and b == blocks for d, b in places_of(kept, specs[at].shape)):
+            if not any(d in dims and b == blocks for d, b in kept.at):
                 return f"{names[at]} is {kept}, beside values that are sharded otherwise"
         elif kept.zero or (kept.kind == "equal" and all(d in kept.uniform for d in dims)):
             continue

@@ -19,15 +19,14 @@ class Placement:
     at: of a part, (dim, blocks); several where they are the same slice of the elements.
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
     zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
-    free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
-        own functions (`einsum` drops dims of one element) may have brought that element to any place.
+    unknown: made of full values by an op of an unknown library.
     """
 
     kind: Kind
     at: tuple[tuple[int, int], ...] = ()
     uniform: frozenset[int] = frozenset()
     zero: bool = False
-    free: bool = False
+    unknown: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -46,13 +45,12 @@ class Placement:
 EQUAL = Placement("equal")
 SUM = Placement("sum")
 LOCAL = Placement("local")
-UNKNOWN = Placement("local", free=True)
-"""What an op of an unknown library makes of full values."""
+UNKNOWN = Placement("local", unknown=True)
 
 
 def of_whom(given: Sequence[Placement]) -> Placement:
     """What an op makes, where no one knows whether ranks make slices of it or the full value."""
-    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
+    return UNKNOWN if all(p.is_full for p in given) else LOCAL
 
 
 def part(dim: int, blocks: int = 1) -> Placement:
@@ -124,13 +122,6 @@ def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpe
         else:
             return total
     return None
-
-
-def places_of(kept: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All (dim, blocks) that a part may be."""
-    yield from kept.at
-    if kept.free and is_thin(kept, shape):
-        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in kept.at)
 
 
 def is_thin(kept: Placement, shape: Sequence[int]) -> bool:

@@ -47,7 +47,6 @@ from stretto.ir.placement import (
     Placement,
     RefusedError,
     cuts_at,
-    is_thin,
     of_whom,
     part,
     uniform_view,
@@ -261,7 +260,7 @@ class Placer:
                     f"{op.args[0].name} is {kept} of {spec}, and gets the shape {list(made.shape)}, in which "
                     "that is no slice along one dim"
                 )
-            return Placement("part", result, free=is_thin(kept, spec.shape))
+            return Placement("part", result)
         if kept.kind == "equal" and kept.uniform:
             return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
         return kept
