@@ -15,7 +15,9 @@ from stretto.ir.placement import (
     Placement,
     RefusedError,
     blocks_along,
+    cuts_at,
     part,
+    where_cut,
 )
 from stretto.ir.program import Op, TensorSpec
 
@@ -74,6 +76,8 @@ def with_parts(
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
 ) -> tuple[Placement, ...]:
+    if op.target == EXPAND:
+        given = (_before_view(rule, given[0], specs[0]),)
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
     result: list[tuple[Placement, ...]] = []
@@ -112,6 +116,15 @@ def with_parts(
         Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at))) if p.kind == "part" else p
         for k, p in enumerate(first)
     )
+
+
+def _before_view(rule: Dims, kept: Placement, spec: TensorSpec) -> Placement:
+    """A part of one element that is repeated was viewed otherwise before, and no rank's shape changed: it is
+    the same slice of other dims."""
+    if any(rule.inputs[0][dim] is not None for dim, _ in kept.at):
+        return kept
+    cuts = (cut for at in kept.at for cut in cuts_at(spec.shape, where_cut(spec.shape, *at)))
+    return Placement("part", tuple(dict.fromkeys(cuts)))
 
 
 def _beside(
