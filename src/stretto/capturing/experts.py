@@ -25,7 +25,8 @@ from stretto.errors import CaptureError
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
 from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
-from stretto.parallelize.experts import sharded_experts
+from stretto.parallelize.expert_trial import weighed
+from stretto.parallelize.experts import sharded_experts, states_how
 from stretto.parallelize.layout import Layout
 from stretto.passes.layout.emit import CONTIGUOUS
 from stretto.passes.layout.program import Origin, StepProgram
@@ -65,7 +66,9 @@ class ExpertCalls:
         """specs: of tokens, choices and weights."""
         module = self.model.get_submodule(name)
         for like, given, call in self.kept:
-            alike = like == name or differing(self.model.get_submodule(like), module, like, name) == set()
+            other = self.model.get_submodule(like)
+            has_state = next(module.buffers(), None) is not None
+            alike = like == name or (not has_state and differing(other, module, like, name) == set())
             if given == specs and alike:
                 return call
         call = self._traced(module, name, specs)
@@ -83,9 +86,12 @@ class ExpertCalls:
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
         parts = self.layout.traced.part_shapes(self.model)
+        way = ""
+        if experts is not None and not states_how(module):
+            way = weighed(self.model, name, experts.size, specs[0].shape, specs[1].shape)
         with (
             torch_adapter.fake_state(module, mode, device, dtype, parts),
-            nullcontext() if experts is None else sharded_experts(self.model, experts, (name,)),
+            nullcontext() if experts is None else sharded_experts(module, experts, way),
         ):
             joint = torch_adapter.export_call(module, leaves, mode)
         names = {
