@@ -29,7 +29,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
-from stretto.parallelize.unseen import AXES, now
+from stretto.parallelize.ops import over
 from stretto.passes import on_job
 
 TRACED_BY = (
@@ -74,7 +74,7 @@ class Captures:
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self.model), now(AXES, parallel.axes):
+        with explained(self.model), over(parallel.axes):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:

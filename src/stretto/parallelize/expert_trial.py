@@ -157,7 +157,8 @@ def _sample(
         each = parameter.numel() // shape[0]
         base = (normal(997 * SHIFT + 1) * scale).repeat((each + SHIFT * shape[0]) // (997 * SHIFT) + 1)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(1, len(shape))]
-        return base.as_strided(shape, (SHIFT, *strides))
+        view: Tensor = base.as_strided(shape, (SHIFT, *strides))
+        return view
 
     drawn = torch.rand(all_chosen.shape, generator=generator, dtype=torch.float64) + 0.2
     return _Sample(

@@ -1,7 +1,7 @@
 """Attention of chunks of the queries, where an axis is one of time: all keys and values are at hand.
 
-    1. A rule: queries are sharded along the sequence, and so are keys and values, or they are full. The op
-       becomes `layout.attention(kernel, ...)` of one member, which communicates within.
+    1. A rule: queries, keys and values are sharded along the sequence. The op becomes
+       `layout.attention(kernel, ...)` of one member, which communicates within.
     2. `unroll` knows which chunk it is. Keys and values are put together as far as a chunk may see them;
        behind the first chunk what is causal is so from the lower right. The gradients of keys and values are
        sums over the chunks that read them.
@@ -20,9 +20,10 @@ from typing import Any
 
 from stretto.backend.dispatch_adapter import named, overload, positional
 from stretto.errors import CaptureError
+from stretto.ir.dim_rules import Labels
 from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.emit import ATTEND, ON_THE_RANK, Emitter
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, fits, sharded
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, fits, sharded
 from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
 
 SEQUENCE = 2
@@ -88,31 +89,23 @@ def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
         return
     if backward and any(spec is not None for spec in op.outputs[3:]):
         return  # a gradient of the mask
-    query, key = (rule.inputs[at][SEQUENCE], rule.inputs[at + 1][SEQUENCE])
-    for of_keys in (sharded(SEQUENCE), REPLICATED):
-        inputs = tuple(
-            sharded(labels.index(query))
-            if query in labels and not _is_padded(op, spec, queries, given.size)
-            else of_keys
-            if at < n <= at + 2
-            else REPLICATED
-            for n, (labels, spec) in enumerate(zip(rule.inputs, given.specs, strict=True))
-        )
-        outputs = tuple(
-            sharded(labels.index(query))
-            if query in labels and not _is_padded(op, spec, queries, given.size)
-            else REPLICATED
-            if key not in labels
-            else of_keys
-            if of_keys.is_sharded
-            else PARTIAL
-            for labels, spec in zip(rule.outputs, op.outputs, strict=True)
-        )
-        if all(
-            spec is None or fits(place, spec.shape, given.size)
-            for place, spec in zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
-        ):
-            yield Choice(inputs, outputs, _one_member)
+    query, key = rule.inputs[at][SEQUENCE], rule.inputs[at + 1][SEQUENCE]
+
+    def placed(labels: Labels, spec: TensorSpec | None, of_keys: bool) -> AxisPlacement:
+        if query in labels and not _is_padded(op, spec, queries, given.size):
+            return sharded(labels.index(query))
+        return sharded(SEQUENCE) if of_keys else REPLICATED
+
+    inputs = tuple(
+        placed(labels, spec, at < n <= at + 2)
+        for n, (labels, spec) in enumerate(zip(rule.inputs, given.specs, strict=True))
+    )
+    outputs = tuple(
+        placed(labels, spec, key in labels) for labels, spec in zip(rule.outputs, op.outputs, strict=True)
+    )
+    of_all = zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
+    if all(spec is None or fits(place, spec.shape, given.size) for place, spec in of_all):
+        yield Choice(inputs, outputs, _one_member)
 
 
 def _is_padded(op: Op, spec: TensorSpec | None, queries: TensorSpec, size: int) -> bool:
@@ -173,11 +166,8 @@ class AttentionChunks:
         self.forwards[op.name] = [self._forward(op, calls, k) for k in range(len(calls))]
         return [one.results for one in self.forwards[op.name]]
 
-    def backward(
-        self, op: Op, forward: str, calls: Sequence[Mapping[str, Arg]], moves: bool
-    ) -> list[Mapping[int, str]]:
-        """forward: the name of the op that it is of. moves: whether keys are in chunks; else the gradients of
-        keys and values are the addends of chunks."""
+    def backward(self, op: Op, forward: str, calls: Sequence[Mapping[str, Arg]]) -> list[Mapping[int, str]]:
+        """forward: the name of the op that it is of."""
         made: list[tuple[str, str, str]] = []
         for k, one in enumerate(self.forwards[forward]):
             target = backward_of(one.kernel)
@@ -198,7 +188,7 @@ class AttentionChunks:
             name = self._call(op, target, given, self._share(calls, k, one.end))
             parts = [self.out.emit(GETITEM, Ref(name), n, name=f"{op.name}_{n}") for n in range(3)]
             made.append((parts[0], parts[1], parts[2]))
-        of_keys = [self._sums([of[n] for of in made], calls, moves) for n in (1, 2)]
+        of_keys = [self._sums([of[n] for of in made], calls) for n in (1, 2)]
         return [{0: made[k][0], 1: of_keys[0][k], 2: of_keys[1][k]} for k in range(len(calls))]
 
     def _forward(self, op: Op, calls: Sequence[Mapping[str, Arg]], k: int) -> Attended:
@@ -207,7 +197,8 @@ class AttentionChunks:
         rows = [self.out.specs[one["query"].name].shape[SEQUENCE] for one in calls]
         start, end = sum(rows[:k]), sum(rows[: k + 1])
         for what in ("key", "value"):
-            call[what] = Ref(self._seen([one[what].name for one in calls], k, end, causal))
+            parts = tuple(one[what].name for one in calls)
+            call[what] = Ref(self.join(parts[: k + 1] if causal else parts, SEQUENCE))
         length = self.out.specs[call["key"].name].shape[SEQUENCE]
         if causal and start:
             if kernel == CUDNN:
@@ -233,16 +224,7 @@ class AttentionChunks:
         rows, keys = (
             [self.out.specs[one[what].name].shape[SEQUENCE] for one in calls] for what in ("query", "key")
         )
-        moves = len({one["key"].name for one in calls}) > 1
-        return Fraction(rows[k] * seen, sum(rows) * (sum(keys) if moves else keys[0]))
-
-    def _seen(self, parts: Sequence[str], k: int, end: int, causal: bool) -> str:
-        """Keys, or values, as far as a chunk sees them."""
-        if len(set(parts)) > 1:
-            return self.join(tuple(parts[: k + 1] if causal else parts), SEQUENCE)
-        if not causal or end == self.out.specs[parts[0]].shape[SEQUENCE]:
-            return parts[0]
-        return self.out.emit("aten.slice.Tensor", Ref(parts[0]), SEQUENCE, 0, end, name=f"{parts[0]}_seen")
+        return Fraction(rows[k] * seen, sum(rows) * sum(keys))
 
     def join(self, parts: tuple[str, ...], dim: int) -> str:
         """Parts put together, once."""
@@ -269,15 +251,12 @@ class AttentionChunks:
             mask = out.emit("aten.expand.default", Ref(mask), (*query.shape[:2], rows, end), name=name)
         return mask
 
-    def _sums(self, parts: Sequence[str], calls: Sequence[Mapping[str, Arg]], moves: bool) -> list[str]:
-        """Gradients of keys or values, of each chunk as far as it sees them: each chunk's own, or addends as
-        long as all keys."""
+    def _sums(self, parts: Sequence[str], calls: Sequence[Mapping[str, Arg]]) -> list[str]:
+        """Gradients of keys or values, of each chunk as far as it sees them: each chunk's own."""
         lengths = [self.out.specs[part].shape[SEQUENCE] for part in parts]
-        if not moves:
-            return [self._padded(part, max(lengths)) for part in parts]
         result, start = [], 0
         for call in calls:
-            end = start + self.out.specs[call["query"].name].shape[SEQUENCE]
+            end = start + self.out.specs[call["key"].name].shape[SEQUENCE]
             own = [self._part(part, start, end) for part, n in zip(parts, lengths, strict=True) if n >= end]
             result.append(total(self.out, own))
             start = end
@@ -288,23 +267,15 @@ class AttentionChunks:
             return x
         return self.out.emit("aten.slice.Tensor", Ref(x), SEQUENCE, start, end, name=f"{x}_part")
 
-    def _padded(self, x: str, length: int) -> str:
-        shape = self.out.specs[x].shape
-        if shape[SEQUENCE] == length:
-            return x
-        full = (*shape[:SEQUENCE], length, *shape[SEQUENCE + 1 :])
-        args = (full, SEQUENCE, 0, shape[SEQUENCE], 1)
-        return self.out.emit("aten.slice_backward.default", Ref(x), *args, name=f"{x}_padded")
-
 
 def _gradient(call: Mapping[str, Arg]) -> Arg:
     """Kernels call it by two names."""
     return call["grad_out"] if "grad_out" in call else call["grad_out_"]
 
 
-def total(out: Emitter, addends: Sequence[str], largest: bool = False) -> str:
+def total(out: Emitter, parts: Sequence[str], largest: bool = False) -> str:
     """The sum of values, or of each element the largest."""
-    result, *rest = addends
+    result, *rest = parts
     for other in rest:
         target = "aten.maximum.default" if largest else "aten.add.Tensor"
         result = out.emit(target, Ref(result), Ref(other), name=f"{result}_sum")

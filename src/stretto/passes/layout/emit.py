@@ -101,6 +101,7 @@ class Emitter:
 
     def keep(self, op: Op, origin: Origin) -> None:
         """Append an op as it is."""
+        self._names.add(op.name)
         self.ops.append((op, origin))
         self.outputs[op.name] = op.outputs
         if len(op.outputs) == 1 and op.outputs[0] is not None:

@@ -139,8 +139,7 @@ class _Walk:
         ]
         if op.args[0] in OF_BACKWARD:
             forward = self.attended[given["logsumexp"].name]
-            moves = len(set(self.of[given["key"].name])) > 1
-            self.several[op.name] = self.attention.backward(op, forward, calls, moves)
+            self.several[op.name] = self.attention.backward(op, forward, calls)
         else:
             self.several[op.name] = self.attention.forward(op, calls)
 
