@@ -11,8 +11,9 @@ less; "inside" is for weights that are applied before the experts, or not at all
 
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
 refused. Results and gradients of the full module and its parts are compared, with random parameters of the
-real shapes, for tokens that reach all experts evenly, and that all choose the same. What the code does only
-for more tokens than the trial's is not seen: these are as many as the model's, up to `MOST_TOKENS`, or a few
+real shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same.
+What the code does only for more tokens than the trial has is not seen: as many as the model, up to
+`MOST_TOKENS`, or a few
 where parameters are large.
 """
 
@@ -135,14 +136,17 @@ def _sample(
     experts, large = _experts(module), any(p.numel() > DENSE for p in module.parameters())
     count, dims = math.prod(tokens[:-1]), len(tokens)
     choices = math.prod(chosen) // count
-    half = max(-(-experts // choices), 0 if large else min(count, MOST_TOKENS) // 2, 8)
-    half += -half % (1 << dims)
-    even = torch.arange(half * choices).view(half, choices) % experts
+    each = max(-(-experts // choices), 0 if large else min(count, MOST_TOKENS) // 4, 4)
+    each += -each % (1 << dims)
+    even = torch.arange(each * choices).view(each, choices) % experts
     even = torch.randperm(experts, generator=generator)[even]
-    all_chosen = torch.cat((even, even[:1].expand(half, choices)))
-    leading = (*(2,) * (dims - 2), 2 * half >> (dims - 2))
+    anyhow = torch.rand(each, experts, generator=generator).argsort(dim=1)[:, :choices]
+    alike = (one[:1].expand(each, choices) for one in (even, anyhow))
+    all_chosen = torch.cat((even, anyhow, *alike))
+    rows = all_chosen.shape[0]
+    leading = (*(2,) * (dims - 2), rows >> (dims - 2))
     is_flat = tuple(tokens[:-1]) not in (tuple(chosen), tuple(chosen[:-1]))
-    shape = (*((2 * half,) if is_flat else leading), choices)[: len(chosen)]
+    shape = (*((rows,) if is_flat else leading), choices)[: len(chosen)]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -166,7 +170,7 @@ def _sample(
         all_chosen.view(shape).to(device),
         drawn.view(shape).to(device, dtype).requires_grad_(),
         {name: values(p) for name, p in module.named_parameters(remove_duplicate=False)},
-        normal(2 * half, tokens[-1]) * 2,
+        normal(rows, tokens[-1]) * 2,
         normal(*leading, tokens[-1]),
     )
 

@@ -10,12 +10,23 @@ from typing import Any
 from torch import nn
 
 from stretto.config import ParallelSettings
+from stretto.errors import UsageError
 from stretto.ir.program import Shard
-from stretto.parallelize.chunks import Chunks, blocks_of
 from stretto.parallelize.expert_op import as_one_op
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. experts: names
+    of modules with a row for each token. full: whether experts with a capacity serve all chunks together."""
+
+    degree: int
+    blocks: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +121,15 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
     return Chunks(degree, tuple(blocks_of(model)), experts, full)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The names of a model's blocks: the members of the `ModuleList` with the most parameters."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList of blocks whose sequence ampipe_degree could cut; "
+            "leave it out"
+        )
+    name = max(lists, key=lambda one: (sum(p.numel() for p in lists[one].parameters()), -one.count(".")))
+    return [f"{name}.{at}" for at in range(len(lists[name]))]
