@@ -1,8 +1,7 @@
 """Captures of one model under several settings: what settings do not change is traced once.
 
-Tracing takes most of a capture. What is traced depends on how layers are sharded and cut, and on how many
-rows a microbatch has (`TRACED_BY`); where stages begin, how many data-parallel copies there are, the
-schedule and what the backward computes again come after it.
+Tracing takes most of a capture, and is done once for all layouts of rows and experts. Passes lay out a trace
+(`TRACED_BY`); stages, data-parallel copies, the schedule and what is computed again come after them.
 """
 
 from __future__ import annotations
@@ -140,7 +139,8 @@ class Captures:
         """Layouts are made of one trace."""
         if not layout.by_passes:
             return self._traced_now(parallel, layout)
-        key = plain_traced_by(parallel, layout)
+        rows = parallel.microbatches * parallel.dp
+        key = repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))
         if key not in self._traced:
             self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
         self._traced.move_to_end(key)
@@ -165,9 +165,3 @@ def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
     """Equal for settings of which one trace serves all."""
     given = [(name, getattr(parallel, name)) for name in TRACED_BY]
     return repr((given, parallel.microbatches * parallel.dp, degree))
-
-
-def plain_traced_by(parallel: ParallelSettings, layout: Layout) -> str:
-    """Equal for settings whose layouts are passes over one trace."""
-    rows = parallel.microbatches * parallel.dp
-    return repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))

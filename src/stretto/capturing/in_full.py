@@ -24,8 +24,6 @@ LEAST = 0.01
 """Share of the bytes that a rank's collectives make, below which nothing is said of what is gathered so: as
 little of the time of sending is lost."""
 
-SENDING = (GATHER, REDUCE, SCATTER)
-
 WAY_OUT = (
     "compute it by other ops, or along a dim that the plan does not shard; or leave the modules that make "
     "what it reads out of tp_plan"
@@ -41,7 +39,11 @@ def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ..
     is_training = any(gradient is not None for _, _, gradient in traced.parameters.values())
     if not unruled or not is_training:
         return
-    sent = sum(op.outputs[0].nbytes for op, _ in made.program.ops if op.target in SENDING and op.outputs[0])
+    sent = sum(
+        op.outputs[0].nbytes
+        for op, _ in made.program.ops
+        if op.target in (GATHER, REDUCE, SCATTER) and op.outputs[0]
+    )
     if sum(one.nbytes for one in unruled) < LEAST * sent:
         return
     flops = made.flops_in_full / max(sum(item.op.flops for item in traced.ops), 1)

@@ -13,8 +13,7 @@ A forward that is neither (it adds its input, norms the sum, mixes tokens, or kn
 refused. Results and gradients of the full module and its parts are compared, with random parameters of the
 real shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same.
 What the code does only for more tokens than the trial has is not seen: as many as the model, up to
-`MOST_TOKENS`, or a few
-where parameters are large.
+`MOST_TOKENS`, or a few where parameters are large.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. experts: names
-    of modules with a row for each token. full: whether experts with a capacity serve all chunks together."""
+    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. experts:
+    names of modules with a row for each token. full: whether experts with a capacity serve all chunks
+    together."""
 
     degree: int
     blocks: tuple[str, ...]

@@ -13,7 +13,6 @@ from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
 from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SLICE, Emitter
-from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
 from stretto.passes.layout.placement import (
     HIGHEST,
     REPLICATED,
@@ -22,6 +21,7 @@ from stretto.passes.layout.placement import (
     local_shape,
     sharded,
 )
+from stretto.passes.layout.program import LIKE, NEW, SIZE_AT
 
 CAT = "aten.cat.default"
 SPLITS = ("aten.split.Tensor", "aten.split_with_sizes.default")

@@ -25,9 +25,8 @@ from stretto.passes.layout.choices import OpChoices
 from stretto.passes.layout.decomposed import DECOMPOSED, Sub
 from stretto.passes.layout.emit import Emitter, MisfitError
 from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, TokenLoss, token_losses
-from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
-from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.program import SAME_DATA, StepProgram
 from stretto.passes.layout.rules import Choice, Rule, emit_op
 from stretto.passes.layout.values import Values
 
