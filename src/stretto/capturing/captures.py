@@ -32,18 +32,8 @@ from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import on_job
 
 TRACED_BY = (
-    "tp",
-    "sequence_parallel",
-    "tp_plan",
-    "ep",
-    "ep_plan",
-    "ep_buffer",
-    "ep_overflow",
-    "ampipe_degree",
-    "ampipe_capacity",
-    "pipe_experts",
-    "pipe_experts_multi_data",
-    "skip_passes",
+    *("tp", "sequence_parallel", "tp_plan", "ep", "ep_plan", "ep_buffer", "ep_overflow", "skip_passes"),
+    *("ampipe_degree", "ampipe_capacity", "pipe_experts", "pipe_experts_multi_data"),
 )
 """The settings that a trace depends on, besides the number of microbatches of all copies."""
 

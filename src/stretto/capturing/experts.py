@@ -25,7 +25,7 @@ from stretto.capturing.outputs import observed_of
 from stretto.errors import CaptureError
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
-from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
+from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.expert_trial import weighed
 from stretto.parallelize.experts import sharded_experts, states_how
 from stretto.parallelize.layout import Layout
@@ -179,7 +179,9 @@ class _Walk:
         names[TANGENT] = grad
         self._copied(call, names, op, origin)
         self.results[op.name] = [
-            self.out.contiguous(names[call.grads[name]]) if name in call.grads else ""
+            self.out.contiguous(names[call.grads[name]])
+            if name in call.grads
+            else self.out.emit("aten.zeros_like.default", Ref(names[name]), name=f"{op.name}_none")
             for name in (TOKENS, WEIGHTS, *call.parameters)
         ]
 

@@ -47,6 +47,7 @@ from stretto.ir.placement import (
     Placement,
     RefusedError,
     cuts_at,
+    is_thin,
     of_whom,
     part,
     uniform_view,
@@ -212,6 +213,11 @@ class Placer:
             if all(p.kind == "equal" for p in given):
                 return (EQUAL,) * max(len(op.outputs), 1)
             return (LOCAL,) * max(len(op.outputs), 1)
+        partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
+        if partial_sums and all(is_thin(p, s.shape) for p, s in zip(given, specs, strict=True) if p.at):
+            # A sum over repetitions, of which a rank has one, is a slice of one element there.
+            given = [SUM if p.at else p for p in given]
+            partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
         if any(p.kind == "part" for p in given):
             along = behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
@@ -225,7 +231,6 @@ class Placer:
             if along:
                 return (replace(made[0], at=tuple(dict.fromkeys((*made[0].at, *along)))),)
             return made
-        partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
         if partial_sums:
             for together in rule.linear:
                 rest = together - partial_sums

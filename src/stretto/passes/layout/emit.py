@@ -83,10 +83,15 @@ class Emitter:
         kwargs: Mapping[str, Arg] | None = None,
         flops: int = 0,
         random: bool = False,
+        like: Outputs = (),
     ) -> str:
-        """Append an op; returns its name, which begins with `name`. Raises MisfitError."""
+        """Append an op; returns its name, which begins with `name`. like: results at full shapes, of which a
+        device may make some empty. Raises MisfitError."""
         given = tuple((kwargs or {}).items())
         outputs = self._made(target, args, given)
+        if len(like) == len(outputs) > 1:
+            pairs = zip(outputs, like, strict=True)
+            outputs = tuple(own if full is None or full.numel else full for own, full in pairs)
         name = self.fresh(name)
         is_view = _is_view(target) or (target == GETITEM and args[0].name in self._several_views)
         alias = args[0].name if is_view else None

@@ -95,9 +95,8 @@ def emit_op(choice: Choice, size: int) -> Emit:
         if sized == 1 and "view" in op.target and not out.viewable(args[0].name, args[1]):
             args[0] = Ref(out.contiguous(args[0].name))
         parts = size if any(p.is_sharded for p in (*choice.inputs, *choice.outputs)) else 1
-        name = out.emit(
-            op.target, *args, name=op.name, kwargs=kwargs, flops=op.flops // parts, random=op.random
-        )
+        flops, drawn, like = op.flops // parts, op.random, op.outputs
+        name = out.emit(op.target, *args, name=op.name, kwargs=kwargs, flops=flops, random=drawn, like=like)
         return (name,)
 
     return emit
