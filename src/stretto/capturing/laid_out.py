@@ -94,16 +94,23 @@ def _along_tensor(
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
-    shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
+    shards = {  # which ranks share where they are more than heads
+        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+        for name, one in tensor.shards.items()
+    }
     if len({of.copies for of in shards.values()} - {1, size}) > 1:
-        raise CaptureError(
-            "heads of keys are shared by different numbers of ranks in different modules: give all the same "
-            "heads of keys, or some the style 'replicated'"
-        )
+        shards = dict(tensor.shards)  # ranks of one axis share heads in one way
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
     gathering = _gathering(tensor, shards)
-    wishes = {**wishes, **entering_in_full(program, gathering)}
-    made = shard(program, TENSOR, size, placed, wishes, _may_be_partial(traced))
+    asked = {**wishes, **entering_in_full(program, gathering)}
+    try:
+        made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
+    except MisfitError:
+        if shards == tensor.shards:
+            raise
+        placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
+        shards = dict(tensor.shards)
+        made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
     check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made
 
@@ -145,12 +152,6 @@ def _as_traced(
             for k, one in enumerate(traced.seen)
         ),
     )
-
-
-def _shared(ahead: Ahead, name: str, shard: Shard) -> Shard:
-    """A parameter's shard, which ranks share where they are more than heads."""
-    copies = copies_of(ahead, f"{PARAM}{name}", sharded(shard.dim, shard.blocks))
-    return replace(shard, copies=copies)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
