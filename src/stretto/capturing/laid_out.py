@@ -67,7 +67,8 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
             program, placed, partial = made.program, made.placed, made.partial
     except MisfitError as error:
         raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
+            "ampipe_degree out"
         ) from None
     return _as_traced(traced, layout, program, placed, partial, skip_passes)
 
@@ -94,23 +95,21 @@ def _along_tensor(
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
-    shards = {  # which ranks share where they are more than heads
+    shared = {  # which ranks share where they are more than heads
         name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
         for name, one in tensor.shards.items()
     }
-    if len({of.copies for of in shards.values()} - {1, size}) > 1:
-        shards = dict(tensor.shards)  # ranks of one axis share heads in one way
-    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
-    gathering = _gathering(tensor, shards)
-    asked = {**wishes, **entering_in_full(program, gathering)}
-    try:
-        made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
-    except MisfitError:
-        if shards == tensor.shards:
-            raise
-        placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
-        shards = dict(tensor.shards)
-        made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
+    is_one_way = len({of.copies for of in shared.values()} - {1, size}) <= 1
+    for shards in (shared, tensor.shards) if is_one_way and shared != tensor.shards else (tensor.shards,):
+        placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
+        gathering = _gathering(tensor, shards)
+        asked = {**wishes, **entering_in_full(program, gathering)}
+        try:
+            made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
+            break
+        except MisfitError:
+            if shards is tensor.shards:
+                raise
     check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made
 
