@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 
@@ -24,6 +25,16 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), lower, n=1) if isinstance(name, str) else []
     return lower[near[0]] if near else None
+
+
+SHOWN = 5
+"""How many names or numbers a message has at most."""
+
+
+def listed(things: Iterable[object]) -> str:
+    """`3, 7 and more`: the first few of many numbers or names."""
+    first = list(islice(things, SHOWN + 1))
+    return ", ".join(map(str, first[:SHOWN])) + (" and more" if len(first) > SHOWN else "")
 
 
 def near_path(path: str | os.PathLike[str], form: str = "; {}") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 import stretto
 from stretto.capturing import capture
 from stretto.checking import compare
-from stretto.checking.bisect_layout import bisect_layout
 from stretto.checking.compare import LOW_PRECISION_TOLERANCE, TOLERANCE, Difference
 from stretto.cli.train import make
 from stretto.config import Parallel, ParallelSettings, load_settings
@@ -100,14 +100,6 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_sum_over_features_that_ranks_share_is_right() -> None:
     assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD).wrong
-
-
-@pytest.mark.parametrize("key", ["sequence_parallel", "tp"])
-def test_a_layout_that_makes_a_difference_is_named(key: str) -> None:
-    """None does; a trial that says so stands for one."""
-    default = ParallelSettings.model_fields[key].default
-    (told,) = bisect_layout(SLICED, None, lambda parallel, _: getattr(parallel, key) == default)
-    assert f"without {key} = " in told
 
 
 class Counting(nn.Module):
@@ -262,26 +254,22 @@ def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | 
     return total * model.blocks[0].mlp.experts.up.shape[0], count  # type: ignore[union-attr,index]
 
 
-def test_one_rank_has_nothing_of_what_ranks_share() -> None:
-    """The last trial of a layout is a step that could be anybody's."""
+def test_a_layout_that_makes_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None does; a comparison that says so stands for one. One rank has nothing of what ranks share."""
     tried: list[ParallelSettings] = []
 
-    def right(parallel: ParallelSettings, plan: Any) -> bool:
+    def compared(model: Any, batch: Any, loss: Any, parallel: ParallelSettings, *_: Any) -> Any:
         tried.append(parallel)
-        return len(tried) == 1
+        return SimpleNamespace(wrong=parallel != Parallel(microbatches=8))
 
+    monkeypatch.setattr(compare, "_compare", compared)
     experts = {"ep": 2, "ep_buffer": 3.0, "ep_overflow": "drop", "pipe_experts": True}
     chunks = {"ampipe_degree": 2, "ampipe_capacity": "whole", "pipe_experts_multi_data": 2}
-    parallel = Parallel(pp=2, dp=4, microbatches=2, **experts, **chunks)
-    (told,) = bisect_layout(parallel, None, right)
-    assert tried == [Parallel(microbatches=8)]
-    assert "pp = 2 or dp = 4 or ep = 2" in told
-    (told,) = bisect_layout(Parallel(ampipe_degree=2), None, lambda *_: len(tried) > 1)
-    assert "on one rank it differs, too" in told
-    tried.clear()
-    parallel = Parallel(ampipe_degree=2, ampipe_capacity="whole")
-    (told,) = bisect_layout(parallel, None, right)
-    assert "on one rank it is right: ampipe_degree = 2" in told
+    shared = {"tp": 2, "sequence_parallel": True, "tp_plan": {"x": "colwise"}}
+    parallel = Parallel(pp=2, dp=4, microbatches=2, **experts, **chunks, **shared)
+    with pytest.raises(RunError, match="on one rank it is right: pp = 2 or dp = 4 or ep = 2"):
+        stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, parallel)
+    assert tried == [parallel, Parallel(microbatches=8)]
 
 
 class OneHeadEach(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.cli.walks import _read
 from stretto.config import TaskSettings, load_settings
 from stretto.files.parse import LARGEST, parse_json, parse_toml
+from stretto.files.typed_file import read_text
 from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.pretrained import load_gpt, save_gpt
@@ -114,7 +114,7 @@ FILES: dict[str, tuple[str | Callable[[Path], None], Read]] = {
         Path(str(task.__code__.co_filename)).read_text(encoding="utf-8"),
         lambda path: own_task(TaskSettings(file=str(path), config={"width": 4}), 0).unit,
     ),
-    "mine.csv": ("0F0,0B0\n1F0,1B0\n", lambda path: (read_csv(path), _read(path))),
+    "mine.csv": ("0F0,0B0\n1F0,1B0\n", lambda path: (read_csv(path), read_text(path))),
     "plan.json": (plan_in, load_plan),
     "a.txt": ("words", lambda path: [*documents(find_files([str(path)]), "text", print)]),
     "b.jsonl": (

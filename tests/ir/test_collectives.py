@@ -89,7 +89,7 @@ def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
 
     def differ(sharded: bool, axis: str) -> bool:
         shards = {"x": Shard(axis, 0)} if sharded else {}
-        return "made" in differing([[(op, False)]], {"param/x": spec}, shards, axis, 2)
+        return "made" in differing([[op]], {"param/x": spec}, shards, axis, 2)
 
     for sharded in (False, True):
         if sharded or not kind.sums:  # a sum of what all have full is refused

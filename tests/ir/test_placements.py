@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import stretto.backend.grouped_adapter  # noqa: F401  its ops
-from stretto.capturing.convert import spec_of
+from stretto.backend.specs import spec_of
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.op_names import POINTWISE, names
 from stretto.ir.placement import EQUAL, LOCAL, SUM, NeedsEqualError, Placement, RefusedError, part

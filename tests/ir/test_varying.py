@@ -15,7 +15,7 @@ def op(name: str, target: str, *args: object) -> Op:
 
 def differ(ops: tuple[Op, ...], axis: str) -> set[str]:
     given = {"batch/0": SPEC, "param/w": SPEC}
-    return differing([[(op, False) for op in ops]], given, SHARDS if axis == "tp" else {}, axis, 2)
+    return differing([ops], given, SHARDS if axis == "tp" else {}, axis, 2)
 
 
 def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None:

@@ -109,7 +109,7 @@ class TestRuns:
         assert process.stdout is not None
         process.stdout.read(10)
         process.stdout.close()
-        assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+        assert process.wait(timeout=20) == 1, "as of any command whose reader leaves"
         assert owned_by(process.pid) == []
 
 

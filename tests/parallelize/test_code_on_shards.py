@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
 from tests.cells import slow
-from tests.parallelize.equality import assert_plain
+from tests.clusters import cores
+from tests.parallelize.equality import assert_plain, assert_plan_is_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
@@ -64,7 +66,8 @@ def test_keys_held_whole_beside_queries_that_are_spread(style: str | None, tp: i
     model = nn.Sequential(nn.Linear(16, 16), Attention()).double()
     plan = {"1.q": "colwise", "1.out": "rowwise", **({"1.both": style} if style else {})}
     job = capture(model, batch_of(2, 6, 16), square, Parallel(tp=tp), tp_plan=plan)
-    assert_plain(job, model, square, batch_of(2, 6, 16))
+    proved = stretto.plan(job, cores(), order="list")
+    assert_plan_is_plain(proved, model, square, batch_of(2, 6, 16))
 
 
 class Gated(nn.Module):
@@ -130,4 +133,37 @@ def test_code_is_right(what: str) -> None:
     model = Coded(CODE[what]).double()
     plan = {"up": "colwise", "down": "rowwise"}
     job = capture(model, batch_of(2, 8), square, Parallel(tp=2), tp_plan=plan)
-    assert_plain(job, model, square, batch_of(2, 8))
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, square, batch_of(2, 8))
+
+
+class Unweighted(nn.Module):
+    """Experts that leave the weights of a token's experts to others, and a batch norm that is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 8) * 0.3)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        made = torch.zeros_like(tokens)
+        for expert in range(self.up.shape[0]):
+            made = made + (chosen == expert).any(1, keepdim=True) * (tokens @ self.up[expert]).tanh()
+        return made
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.experts = nn.BatchNorm1d(8), nn.Linear(8, 4), Unweighted()
+        self.ep_plan = {"experts": "experts"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, weights) * weights.sum(-1, keepdim=True)
+
+
+def test_experts_without_weights_behind_a_batch_norm_that_is_evaluated() -> None:
+    torch.manual_seed(0)
+    model = Mixture().double().eval()
+    job = capture(model, batch_of(8, 8), square, Parallel(ep=2, dp=2, microbatches=2))
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, square, batch_of(8, 8))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
-from stretto.parallelize.expert_trial import DENSE, ExpertTrial
+from stretto.parallelize.expert_trial import DENSE, weighed
 from tests.parallelize.equality import assert_plan_is_plain
 from tests.parallelize.mixtures import planned
 
@@ -154,23 +154,20 @@ def test_sums_over_a_tokens_experts_work(kind: type[nn.Module]) -> None:
     assert_equals(model_of(kind))
 
 
-OTHERS = "depends on other tokens"
+OTHER = "a rank's experts by themselves give other results or gradients than all"
 REFUSED = (
-    (Residual, "is no sum over the token's experts, as with an added input"),
-    (
-        kind("Normed", forward=lambda x, c, w, own: F.layer_norm(own(x), (WIDTH,))),
-        "is no sum over the token's",
-    ),
-    (kind("Centered", forward=lambda x, c, w, own: own(x - x.mean(0, keepdim=True))), OTHERS),
+    (Residual, OTHER),
+    (kind("Normed", forward=lambda x, c, w, own: F.layer_norm(own(x), (WIDTH,))), OTHER),
+    (kind("Centered", forward=lambda x, c, w, own: own(x - x.mean(0, keepdim=True))), OTHER),
     # By the largest of all tokens: a rank that has all of this one's has others' too.
-    (kind("Scaled", forward=lambda x, c, w, own: own(x / x.abs().max())), OTHERS),
+    (kind("Scaled", forward=lambda x, c, w, own: own(x / x.abs().max())), OTHER),
     # Each expert takes twelve rows, the first.
-    (kind("Limited", lambda self, x, w, on, e: w * (on.cumsum(0) <= 12) * self.mlp(x, e)), OTHERS),
-    (kind("Named", lambda self, x, w, on, e: w * (x if e == 0 else self.mlp(x, e))), "does it know them by"),
-    (Tabled, "something besides its own parameters"),
+    (kind("Limited", lambda self, x, w, on, e: w * (on.cumsum(0) <= 12) * self.mlp(x, e)), OTHER),
+    (kind("Named", lambda self, x, w, on, e: w * (x if e == 0 else self.mlp(x, e))), OTHER),
+    (Tabled, OTHER),
     (Counted, "with a rank's experts alone it fails: IndexError"),
-    (kind("Divided", divided), "rows of zeros, with which buffers are filled, give numbers"),
-    (kind("Drawn", lambda self, x, w, on, e: w * F.dropout(self.mlp(x, e), 0.5)), "it draws at random"),
+    (kind("Divided", divided), OTHER),
+    (kind("Drawn", lambda self, x, w, on, e: w * F.dropout(self.mlp(x, e), 0.5)), OTHER),
 )
 
 
@@ -200,13 +197,11 @@ def test_a_trial_of_large_experts() -> None:
             model.experts.up = nn.Parameter(torch.empty(EXPERTS, 1 << 8, 1 << 13))
             model.experts.down = nn.Parameter(torch.empty(EXPERTS, 1 << 13, 1 << 8))
         assert model.experts.up.numel() > DENSE
-        trial = ExpertTrial(model, "experts", 2)
-        given = torch.empty(16, 1 << 8, device="meta"), torch.empty(16, 2, device="meta")
         if way is None:
-            with pytest.raises(UsageError, match="no sum"):
-                trial.weighed(model.experts, *given)
+            with pytest.raises(UsageError, match=OTHER):
+                weighed(model, "experts", 2, (16, 1 << 8), (16, 2))
         else:
-            assert trial.weighed(model.experts, *given) == way
+            assert weighed(model, "experts", 2, (16, 1 << 8), (16, 2)) == way
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
@@ -223,8 +218,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
 
     model = model_of(Remembers)
     before = torch.get_rng_state()
-    trial = ExpertTrial(model, "experts", 2)
-    assert trial.weighed(model.experts, torch.empty(4, WIDTH), torch.empty(4, 2)) == "after"
+    assert weighed(model, "experts", 2, (4, WIDTH), (4, 2)) == "after"
     assert torch.equal(torch.get_rng_state(), before)
     assert float(model.experts.calls) == 0
     assert model.experts.seen == []

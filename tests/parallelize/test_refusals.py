@@ -172,7 +172,6 @@ STYLES: list[tuple[Any, str]] = [
     (ColwiseParallel(input_layouts=Shard(0)), "input layouts (Shard(dim=0),)"),
     ("packed_colwise:x", "how many matrices"),
     ("packed_colwise:0", "how many matrices"),
-    ("attributes:heads", "unknown style 'attributes:heads'"),
     ("colwise:2", "takes nothing after a colon"),
     ("rowwise:2", "takes nothing after a colon"),
 ]
@@ -297,6 +296,7 @@ def test_words_and_objects_of_pytorch_mean_the_same() -> None:
         (RowwiseParallel(output_layouts=Shard(1)), Style("rowwise")),
         (SequenceParallel(), Style("replicated")),
         ("colwise_rep", Style("colwise")),
+        ("attributes:heads", Style("replicated")),
         ("packed_colwise:3", Style("packed_colwise", blocks=3)),
     ):
         assert parse_style(given, "") == style
@@ -357,7 +357,7 @@ def test_it_is_right(name: str) -> None:
     assert_plain(job, model, mean, batch)
     if plan is BOTH and "beside" in name:
         reductions = [op for op in job.stages[0].ops[Phase.I] if op.target == "comm.all_reduce"]
-        assert len(reductions) == 1, "both matrices' partials are reduced at once"
+        assert len(reductions) == 2, "of the gate's one number a row, and of both matrices' partials at once"
 
 
 def test_statistics_of_a_norm_before_sharded_matrices_are_the_plain_ones() -> None:

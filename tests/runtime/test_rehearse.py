@@ -135,13 +135,13 @@ def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
 @pytest.mark.quiet
 def test_making_up_what_is_received_is_no_work_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be booked as compute where a transfer had ended before it was waited for."""
-    plain = EmulatedTransport._made_up
+    plain = EmulatedTransport._fill
 
-    def slow(end: EmulatedTransport, like: Tensor) -> Tensor:
+    def slow(end: EmulatedTransport, buffer: Tensor) -> None:
         time.sleep(0.1)
-        return plain(end, like)
+        plain(end, buffer)
 
-    monkeypatch.setattr(EmulatedTransport, "_made_up", slow)
+    monkeypatch.setattr(EmulatedTransport, "_fill", slow)
     found = rehearse(plan_of(pp=2), 1, steps=1)
     assert found.compute_us < 200_000.0, "four messages, 0.1 s each"
     assert found.step_us < 300_000.0

@@ -71,6 +71,7 @@ class _Graph:
         self.ops: list[dict[Phase, list[Op]]] = [{phase: [] for phase in PHASES} for _ in range(stages)]
         self.specs: dict[str, TensorSpec] = {"batch/x": activation(ROWS)}
         self.home: dict[str, tuple[int, Phase]] = {}
+        self.roots: dict[tuple[int, str], str] = {}
         self.differing: set[str] = set()
         self.waited: set[str] = set()
         """Values that are not the same on all ranks along tp."""
@@ -174,6 +175,9 @@ class _Graph:
         return tuple(dict.fromkeys(found))
 
     def _add(self, stage: int, phase: Phase, op: Op) -> str:
+        if op.alias is not None:  # of a view, the stage's own root
+            op = replace(op, alias=self.roots.get((stage, op.alias), op.alias))
+            self.roots[stage, op.name] = str(op.alias)
         self.ops[stage][phase].append(op)
         spec = op.outputs[0]
         assert spec is not None

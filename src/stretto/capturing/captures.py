@@ -1,8 +1,7 @@
 """Captures of one model under several settings: what settings do not change is traced once.
 
-Tracing takes most of a capture. What is traced depends on how layers are sharded and cut, and on how many
-rows a microbatch has (`TRACED_BY`); where stages begin, how many data-parallel copies there are, the
-schedule and what the backward computes again come after it.
+Tracing takes most of a capture, and is done once for all layouts of rows and experts. Passes lay out a trace
+(`TRACED_BY`); stages, data-parallel copies, the schedule and what is computed again come after them.
 """
 
 from __future__ import annotations
@@ -28,25 +27,14 @@ from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
+from stretto.parallelize import ops
 from stretto.parallelize.layout import Layout, layout_of
-from stretto.parallelize.unseen import AXES, now
 from stretto.passes import on_job
 
 TRACED_BY = (
-    "tp",
-    "sequence_parallel",
-    "tp_plan",
-    "cp",
-    "cp_kind",
-    "ep",
-    "ep_plan",
-    "ep_buffer",
-    "ep_overflow",
-    "ampipe_degree",
-    "ampipe_capacity",
-    "pipe_experts",
-    "pipe_experts_multi_data",
-    "skip_passes",
+    *("tp", "sequence_parallel", "tp_plan", "cp", "cp_kind", "skip_passes"),
+    *("ep", "ep_plan", "ep_buffer", "ep_overflow"),
+    *("ampipe_degree", "ampipe_capacity", "pipe_experts", "pipe_experts_multi_data"),
 )
 """The settings that a trace depends on, besides the number of microbatches of all copies."""
 
@@ -76,7 +64,7 @@ class Captures:
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self.model), now(AXES, parallel.axes):
+        with explained(self.model), ops.of_job(parallel.axes):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:
@@ -142,7 +130,8 @@ class Captures:
         """Layouts are made of one trace."""
         if not layout.by_passes:
             return self._traced_now(parallel, layout)
-        key = plain_traced_by(parallel, layout)
+        rows = parallel.microbatches * parallel.dp
+        key = repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))
         if key not in self._traced:
             self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
         self._traced.move_to_end(key)
@@ -167,9 +156,3 @@ def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
     """Equal for settings of which one trace serves all."""
     given = [(name, getattr(parallel, name)) for name in TRACED_BY]
     return repr((given, parallel.microbatches * parallel.dp, degree))
-
-
-def plain_traced_by(parallel: ParallelSettings, layout: Layout) -> str:
-    """Equal for settings whose layouts are passes over one trace."""
-    rows = parallel.microbatches * parallel.dp
-    return repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))

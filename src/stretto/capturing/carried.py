@@ -29,10 +29,7 @@ from stretto.capturing.equal import LayerCall, NotRepeatedError
 from stretto.capturing.graph import JointGraph
 from stretto.capturing.read import Reads
 from stretto.capturing.state import PythonState
-from stretto.errors import CaptureError
-
-NAMED = 3
-"""How many names of what is carried a message has."""
+from stretto.errors import CaptureError, listed
 
 
 class ForwardCalls:
@@ -106,9 +103,8 @@ class ForwardCalls:
         changed = self._first.changes()
         if not changed:
             return
-        more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
         carried = CaptureError(
-            f"the forward reads what an earlier call of it left in {', '.join(changed[:NAMED])}{more}, and a "
+            f"the forward reads what an earlier call of it left in {listed(changed)}, and a "
             "plan hands on nothing but buffers from one microbatch to the next: let it keep that in a buffer "
             "(register_buffer) and write it in place (copy_, add_), or leave it out"
         )

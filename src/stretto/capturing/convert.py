@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stretto.backend.dispatch_adapter import draws, returns_view
+from stretto.backend.specs import dtype_name, spec_of
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
 from stretto.capturing.explain import CONTROL_FLOW
 from stretto.capturing.graph import JointGraph, TracedOp
@@ -33,16 +34,6 @@ PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
 
 SAME_AS = {"aten._efficientzerotensor.default": "aten.zeros.default"}
 """Ops that others replace: forward-mode derivatives make zeros that have no storage."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """The spec of a tensor, fake or real."""
-    stride = None if tensor.is_contiguous() else tuple(int(s) for s in tensor.stride())
-    return TensorSpec(tuple(int(n) for n in tensor.shape), dtype_name(tensor.dtype), stride)
 
 
 def convert(

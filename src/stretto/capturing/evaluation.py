@@ -20,6 +20,7 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capturing.graph import Traced
+from stretto.capturing.laid_out import laid_out
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
 from stretto.capturing.trace import PLAIN, trace
@@ -49,6 +50,7 @@ def capture_evaluation(
 
     Raises CaptureError when the model reads its parameters in another order than while training.
     """
+    layout = layout.evaluating
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -59,8 +61,9 @@ def capture_evaluation(
             microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
             device=device,
-            layout=layout.evaluating,
+            layout=layout.traced,
         )
+        traced = laid_out(traced, layout, model) if layout.by_passes else traced
     finally:
         for module, mode in modes:
             module.training = mode

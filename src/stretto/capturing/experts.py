@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from stretto.backend.specs import empty_of
 from stretto.capturing import torch_adapter
 from stretto.capturing.convert import convert
 from stretto.capturing.equal import differing
@@ -25,17 +26,17 @@ from stretto.errors import CaptureError
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
 from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
-from stretto.parallelize.experts import sharded_experts
+from stretto.parallelize.expert_trial import weighed
+from stretto.parallelize.experts import sharded_experts, states_how
 from stretto.parallelize.layout import Layout
-from stretto.passes.layout.emit import CONTIGUOUS
+from stretto.passes.layout.emit import Emitter
 from stretto.passes.layout.program import Origin, StepProgram
-from stretto.passes.rewrite import strides_of, with_uses
+from stretto.passes.rewrite import with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
 """Names of a call's inputs, besides those of parameters and buffers."""
 
-
-BUFFER = "buffer/"
+BUFFER, CONST = "buffer/", "const/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,9 @@ class ExpertCalls:
         """specs: of tokens, choices and weights."""
         module = self.model.get_submodule(name)
         for like, given, call in self.kept:
-            alike = like == name or differing(self.model.get_submodule(like), module, like, name) == set()
+            other = self.model.get_submodule(like)
+            has_state = next(module.buffers(), None) is not None
+            alike = like == name or (not has_state and differing(other, module, like, name) == set())
             if given == specs and alike:
                 return call
         call = self._traced(module, name, specs)
@@ -79,13 +82,16 @@ class ExpertCalls:
         dtype = None if traced.param_dtype is None else getattr(torch, traced.param_dtype)
         mode = torch_adapter.fake_mode()
         with mode:
-            leaves = [_empty(spec, device) for spec in specs]
+            leaves = [empty_of(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
         parts = self.layout.traced.part_shapes(self.model)
+        way = ""
+        if experts is not None and not states_how(module):
+            way = weighed(self.model, name, experts.size, specs[0].shape, specs[1].shape)
         with (
             torch_adapter.fake_state(module, mode, device, dtype, parts),
-            nullcontext() if experts is None else sharded_experts(self.model, experts, (name,)),
+            nullcontext() if experts is None else sharded_experts(module, experts, way),
         ):
             joint = torch_adapter.export_call(module, leaves, mode)
         names = {
@@ -117,25 +123,21 @@ def with_experts(
 
 
 class _Walk:
-    """now: value that is gone -> the one in its place. calls: forwards by what they read. results: of a
-    backward, by number."""
+    """now: value that is gone -> the one in its place. results: of a backward, by number. forwards: by what
+    they read, with the names of the step for those of what was traced."""
 
     def __init__(self, program: StepProgram, calls: ExpertCalls) -> None:
         self.program, self.calls = program, calls
-        self.taken = {op.name for op, _ in program.ops} | {*program.given}
-        self.specs = {
-            **program.given,
-            **{op.name: op.outputs[0] for op, _ in program.ops if len(op.outputs) == 1},
-        }
-        self.ops: list[tuple[Op, Origin]] = []
+        self.out = Emitter("", 1, program.given, [op.name for op, _ in program.ops])
         self.now: dict[str, str] = {}
         self.results: dict[str, list[str]] = {}
         self.forwards: dict[tuple[str, ...], tuple[_Call, dict[str, str]]] = {}
         self.seen: list[Metric] = []
-        self.constants: dict[str, Constant] = {}
+        self.constants: list[Constant] = []
 
     def run(self) -> tuple[StepProgram, Traced]:
         for op, origin in self.program.ops:
+            self.out.origin, self.out.module = origin, op.module
             if op.target == GETITEM and op.args[0].name in self.results:
                 self.now[op.name] = self.results[op.args[0].name][op.args[1]]
                 continue
@@ -145,35 +147,29 @@ class _Walk:
             elif op.target == MIXTURE_BACKWARD:
                 self._backward(op, origin)
             else:
-                self.ops.append((op, origin))
+                self.out.keep(op, origin)
         traced = self.calls.traced
         roots = {root: self._now(value) for root, value in self.program.roots.items()}
-        first = len(traced.seen)
-        roots |= {f"seen/{first + k}": one.value for k, one in enumerate(self.seen)}
-        given = {**self.program.given, **{f"const/{n}": c.spec for n, c in self.constants.items()}}
-        program = replace(self.program, ops=tuple(self.ops), roots=roots, given=given)
-        return program, replace(
-            traced,
-            seen=(*traced.seen, *self.seen),
-            constants=(*traced.constants, *self.constants.values()),
-        )
+        roots |= {f"seen/{k}": one.value for k, one in enumerate(self.seen, len(traced.seen))}
+        given = {**self.program.given, **{f"{CONST}{one.name}": one.spec for one in self.constants}}
+        program = replace(self.program, ops=tuple(self.out.ops), roots=roots, given=given)
+        seen, constants = (*traced.seen, *self.seen), (*traced.constants, *self.constants)
+        return program, replace(traced, seen=seen, constants=constants)
 
     def _now(self, name: str) -> str:
         return self.now.get(name, name)
 
     def _forward(self, op: Op, origin: Origin) -> None:
         tokens, chosen, weights = (arg.name for arg in op.args[:3])
-        specs = [self.specs[name] for name in (tokens, chosen, weights)]
-        assert all(spec is not None for spec in specs)
-        call = self.calls.of(op.module, tuple(spec for spec in specs if spec is not None))
+        call = self.calls.of(op.module, tuple(self.out.specs[name] for name in (tokens, chosen, weights)))
         names = {TOKENS: tokens, CHOSEN: chosen, WEIGHTS: weights}
         names |= {own: ref.name for own, ref in zip(call.parameters, op.args[3], strict=True)}
         for constant in call.constants:
-            name = self._fresh(f"const/{constant.name}")
-            names[f"const/{constant.name}"] = name
-            self.constants[name.removeprefix("const/")] = replace(constant, name=name.removeprefix("const/"))
+            own = replace(constant, name=f"{op.name}_{constant.name}")
+            names[f"{CONST}{constant.name}"] = f"{CONST}{own.name}"
+            self.constants.append(own)
         self._copied(call, names, op, origin)
-        self.now[op.name] = self._contiguous(names[call.made], op, origin)
+        self.now[op.name] = self.out.contiguous(names[call.made])
         self.seen += [replace(one, module=op.module, value=names[one.value]) for one in call.seen]
         self.forwards[tokens, chosen, weights, op.module] = call, names
 
@@ -182,22 +178,12 @@ class _Walk:
         call, names = self.forwards[(*given, op.module)]
         names[TANGENT] = grad
         self._copied(call, names, op, origin)
-        inputs = (TOKENS, WEIGHTS, *call.parameters)
         self.results[op.name] = [
-            self._contiguous(names[call.grads[name]], op, origin) if name in call.grads else ""
-            for name in inputs
+            self.out.contiguous(names[call.grads[name]])
+            if name in call.grads
+            else self.out.emit("aten.zeros_like.default", Ref(names[name]), name=f"{op.name}_none")
+            for name in (TOKENS, WEIGHTS, *call.parameters)
         ]
-
-    def _contiguous(self, name: str, op: Op, origin: Origin) -> str:
-        """A result, as the one op makes it."""
-        spec = self.specs[name]
-        if spec is None or spec.stride is None:
-            return name
-        copy = self._fresh(f"{name}_copy")
-        made = replace(spec, stride=None)
-        clone = Op(copy, "aten.clone.default", (Ref(name),), tuple(CONTIGUOUS.items()), (made,))
-        self.ops.append((replace(clone, module=op.module), origin))
-        return copy
 
     def _copied(self, call: _Call, names: dict[str, str], op: Op, origin: Origin) -> None:
         """Step 2. names: of what was traced -> of the step; those of its ops come to it."""
@@ -207,24 +193,9 @@ class _Walk:
             for used in item.op.uses:
                 if used.startswith(BUFFER):
                     names[used] = f"{BUFFER}{op.module}.{used.removeprefix(BUFFER)}"
-            fresh = self._fresh(item.op.name)
             own = with_uses(item.op, lambda name: names.get(name, name))
-            names[item.op.name] = fresh
-            self.specs[fresh] = own.outputs[0] if len(own.outputs) == 1 else None
-            self.ops.append((replace(own, name=fresh, module=op.module), origin))
-
-    def _fresh(self, like: str) -> str:
-        name, count = like, 0
-        while name in self.taken:
-            count += 1
-            name = f"{like}_{count}"
-        self.taken.add(name)
-        return name
-
-
-def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    return torch.empty_strided(spec.shape, strides_of(spec), dtype=dtype, device=device)
+            names[item.op.name] = fresh = self.out.fresh(item.op.name)
+            self.out.keep(replace(own, name=fresh, module=op.module), origin)
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from stretto.batch import tree
 from stretto.capturing.state import PythonState
-from stretto.errors import CaptureError, StrettoError, UsageError
+from stretto.errors import CaptureError, StrettoError, UsageError, listed
 
 WHERE = "stretto_where"
 """Attribute of an exception: the module that was running."""
@@ -32,9 +32,6 @@ COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "distributed
 """Files of PyTorch in which code is that communicates by itself."""
 
 INTERNAL = "INTERNAL ASSERT"
-
-NAMED = 4
-"""How many modules or parameters a message names."""
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
 
@@ -136,11 +133,6 @@ def explain(model: nn.Module, error: Exception, loss: Callable[..., Any] | None 
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 CANNOT_EDIT: dict[tuple[str, ...], str] = {
     ("transformers", "integrations", "moe.py"): (
         "this is how transformers multiplies groups of tokens by experts, and no tracer follows what older "
@@ -173,7 +165,7 @@ def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
     if not loose:
         return ""
     return (
-        f"\n  the loss has parameters that the model does not have ({_listed(loose)}): put model and loss "
+        f"\n  the loss has parameters that the model does not have ({listed(loose)}): put model and loss "
         "into one module, capture that, and let loss(model, microbatch) call both, as in "
         'both = nn.ModuleDict({"model": model, "criterion": criterion}), '
         'loss=lambda m, mb: m["criterion"](m["model"](mb["x"]), mb["y"]); or, if they are not to be trained, '

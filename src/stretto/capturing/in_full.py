@@ -1,7 +1,7 @@
 """What tensor-parallel ranks compute in full, because no rule says how to compute it on their slices.
 
-That is slow, and right: the user is told where it is, and refused where it would leave nothing to gain. What
-the plan replicates is meant so. An evaluation is laid out as its training, of which the user was told.
+That is slow, and right: a warning says where it is, and a step is refused where that leaves nothing to gain.
+What the plan replicates is meant so. An evaluation is laid out as its training, which has warned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from stretto.capturing.graph import Traced
-from stretto.errors import CaptureError
+from stretto.errors import CaptureError, listed
 from stretto.ir.axes import TENSOR
 from stretto.passes.layout.emit import GATHER, REDUCE, SCATTER
 from stretto.passes.layout.shard import Gathered, ShardedProgram
@@ -23,11 +23,6 @@ rule. By Amdahl's law (AFIPS 1967) no number of ranks makes the step twice as fa
 LEAST = 0.01
 """Share of the bytes that a rank's collectives make, below which nothing is said of what is gathered so: as
 little of the time of sending is lost."""
-
-SENDING = (GATHER, REDUCE, SCATTER)
-
-NAMED = 4
-"""How many places a message names."""
 
 WAY_OUT = (
     "compute it by other ops, or along a dim that the plan does not shard; or leave the modules that make "
@@ -44,7 +39,11 @@ def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ..
     is_training = any(gradient is not None for _, _, gradient in traced.parameters.values())
     if not unruled or not is_training:
         return
-    sent = sum(op.outputs[0].nbytes for op, _ in made.program.ops if op.target in SENDING and op.outputs[0])
+    sent = sum(
+        op.outputs[0].nbytes
+        for op, _ in made.program.ops
+        if op.target in (GATHER, REDUCE, SCATTER) and op.outputs[0]
+    )
     if sum(one.nbytes for one in unruled) < LEAST * sent:
         return
     flops = made.flops_in_full / max(sum(item.op.flops for item in traced.ops), 1)
@@ -71,8 +70,4 @@ def _places(gathered: Sequence[Gathered]) -> str:
         place = module, one.op.target.split(".")[-2] if "." in one.op.target else one.op.target
         nbytes[place] = nbytes.get(place, 0) + one.nbytes
     largest = sorted(nbytes, key=lambda place: -nbytes[place])
-    named = [
-        f"{op} in {module} ({nbytes[module, op]:,} bytes a microbatch)" for module, op in largest[:NAMED]
-    ]
-    more = f" and {len(largest) - NAMED} more" if len(largest) > NAMED else ""
-    return ", ".join(named) + more
+    return listed(f"{op} in {module} ({nbytes[module, op]:,} bytes a microbatch)" for module, op in largest)

@@ -80,7 +80,8 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
             program = along(TENSOR, made)
     except MisfitError as error:
         raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
+            "ampipe_degree out"
         ) from None
     first = {name for one in placed for name, at in one.items() if at.is_sharded and at.dim == 0}
     return _as_traced(traced, layout, program, partial, frozenset(first), skip_passes)
@@ -138,16 +139,21 @@ def _along_tensor(
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
-    shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
-    if len({of.copies for of in shards.values()} - {1, size}) > 1:
-        raise CaptureError(
-            "heads of keys are shared by different numbers of ranks in different modules: give all the same "
-            "heads of keys, or some the style 'replicated'"
-        )
-    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
-    gathering = _gathering(tensor, shards)
-    wishes = {**wishes, **entering_in_full(program, gathering)}
-    made = shard(program, TENSOR, size, placed, wishes, _may_be_partial(traced))
+    shared = {  # which ranks share where they are more than heads
+        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+        for name, one in tensor.shards.items()
+    }
+    is_one_way = len({of.copies for of in shared.values()} - {1, size}) <= 1
+    for shards in (shared, tensor.shards) if is_one_way and shared != tensor.shards else (tensor.shards,):
+        placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
+        gathering = _gathering(tensor, shards)
+        asked = {**wishes, **entering_in_full(program, gathering)}
+        try:
+            made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
+            break
+        except MisfitError:
+            if shards is tensor.shards:
+                raise
     check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made
 
@@ -188,12 +194,6 @@ def _as_traced(
             for k, one in enumerate(traced.seen)
         ),
     )
-
-
-def _shared(ahead: Ahead, name: str, shard: Shard) -> Shard:
-    """A parameter's shard, which ranks share where they are more than heads."""
-    copies = copies_of(ahead, f"{PARAM}{name}", sharded(shard.dim, shard.blocks))
-    return replace(shard, copies=copies)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
@@ -260,8 +260,8 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
 
 
 def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str, AxisPlacement]:
-    """What enters a module that gathers is gathered there once. A router sees all tokens, so that no rank has
-    to be told what another's has chosen. inside: how names begin in such modules."""
+    """What enters a module that gathers is gathered there once. A router sees all tokens: no rank asks what
+    another has chosen. inside: how names begin in such modules."""
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:

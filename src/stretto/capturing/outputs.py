@@ -21,6 +21,7 @@ from stretto.ir.flow import is_external
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Count, Op, Ref, TensorSpec
+from stretto.passes.rewrite import live
 
 MEAN = 1
 """PyTorch's number of the reduction."""
@@ -124,18 +125,10 @@ def _of_microbatch(needed: Sequence[Op], read: Sequence[str]) -> bool:
 
 
 def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
-    result: set[str] = set()
-    read: dict[str, None] = {}
-    left = [value]
-    while left:
-        name = left.pop()
-        if is_external(name):
-            read.setdefault(name)
-        elif name not in result:
-            result.add(name)
-            left.extend(ops[name].uses)
+    needed = live(ops.values(), [value])
+    read = dict.fromkeys(filter(is_external, (value, *(name for op in needed for name in op.uses))))
     # The module is for users who read a stage's program.
-    return [replace(op, module="", flops=0) for name, op in ops.items() if name in result], list(read)
+    return [replace(op, module="", flops=0) for op in needed], list(read)
 
 
 def _is_mean(ops: Mapping[str, Op], value: str) -> bool:

@@ -22,7 +22,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
-from stretto.passes.rewrite import stage_of
+from stretto.passes.rewrite import live, stage_of
 
 
 def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) -> Job:
@@ -187,12 +187,8 @@ def _leaving(
 def _split_backward(
     ops: Sequence[Op], leaving: set[str], grads: dict[str, tuple[tuple[int, str], ...]]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    into: set[str] = set()
     if leaving:
-        into = set(leaving)
-        for op in reversed(ops):
-            if op.name in into:
-                into.update(op.uses)
+        into = {op.name for op in live(ops, leaving)}
     else:
         parameters = [value for parts in grads.values() for _, value in parts]
         reach: dict[str, int] = defaultdict(int)

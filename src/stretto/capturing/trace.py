@@ -5,7 +5,6 @@
     3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
     4. Of a program on meshes it is proved that each rank computes what the plain model computes.
     5. Passes improve the graph (`stretto.passes`).
-    6. Passes lay out the graph over tensor-parallel ranks (`stretto.capturing.laid_out`).
 
 The result knows no stages: `stretto.capturing.split` chooses them, `stretto.capturing.stages` cuts.
 """
@@ -23,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.process_memory import rarely_collected
+from stretto.backend.specs import dtype_name, spec_of
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter
-from stretto.capturing.convert import convert, dtype_name, spec_of
+from stretto.capturing.convert import convert
 from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
 from stretto.capturing.graph import JointGraph, Traced, TracedStep, passed
-from stretto.capturing.laid_out import laid_out
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
@@ -112,25 +111,14 @@ def trace(
     batch: the full batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`substitutes` has the choices). layout: trace one rank's part of a
-    model that is laid out so. equal_layers: whether layers that are equal are traced twice and repeated
-    (`repeat`), for the same result. skip_passes: passes to leave out. meshes: where a program on several
-    meshes lies (`stretto.capturing.meshes`).
+    "cuda" there need not be one here (`substitutes` has the choices). layout: of a model on meshes, or what
+    a model is traced with (`Layout.traced`). equal_layers: whether layers that are equal are traced twice and
+    repeated (`repeat`), for the same result. skip_passes: passes to leave out. meshes: where a program on
+    several meshes lies (`stretto.capturing.meshes`).
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    if meshes is None and layout.by_passes:
-        plain = trace(
-            *(model, batch, loss),
-            microbatches=microbatches,
-            param_dtype=param_dtype,
-            device=device,
-            layout=layout.traced,
-            equal_layers=equal_layers,
-            skip_passes=skip_passes,
-        )
-        return laid_out(plain, layout, model, skip_passes)
     traced = partial(
         _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
     )
@@ -176,7 +164,7 @@ def _trace(
     sharded: frozenset[str] = frozenset()
     tensor = layout.tensor
     if tensor is not None:
-        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size)
+        proof = Proof(ops, given, tensor.shards, grads, tensor.size)
         partial_along, sharded = proof.partial(), proof.sharded()
         seen = tuple(with_partial(one, proof.of(one.value), one.value) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}

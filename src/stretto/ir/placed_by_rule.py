@@ -15,9 +15,9 @@ from stretto.ir.placement import (
     Placement,
     RefusedError,
     blocks_along,
-    is_thin,
+    cuts_at,
     part,
-    places_of,
+    where_cut,
 )
 from stretto.ir.program import Op, TensorSpec
 
@@ -47,7 +47,7 @@ def with_local(
     if op.target in LOOKUPS and given[1].kind == "local":
         kind, made = LOOKUPS[op.target]
         if given[0].kind != kind and not given[0].zero:
-            raise RefusedError(f"{names[0]} is {given[0]}, and meets a rank's own rows", names[:1])
+            raise RefusedError(f"{names[0]} is {given[0]}, and meets a rank's own rows")
         return (made,)
     into = op.target.startswith(("aten.scatter", "aten.index_put"))
     for position, kept in enumerate(given):
@@ -78,21 +78,19 @@ def with_parts(
     names: Sequence[str],
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
-    backward: bool = False,
 ) -> tuple[Placement, ...]:
+    if op.target == EXPAND:
+        given = (_before_view(rule, given[0], specs[0]),)
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
     result: list[tuple[Placement, ...]] = []
     needed: list[str] = []
-    for dim, blocks in places_of(given[parts[0]], specs[parts[0]].shape):
+    for dim, blocks in given[parts[0]].at:
         label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
         if label is None:
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
             continue
         other = _beside(rule, names, given, specs, label, blocks)
-        # Where no shape of the model alone has chosen between places, only the thin one may be a partial sum.
-        if other is None and backward and specs[parts[0]].shape[dim] == blocks:
-            other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)
             continue
@@ -113,33 +111,23 @@ def with_parts(
     if needed and not result:
         raise NeedsEqualError(needed)
     if not result:
-        raise RefusedError(
-            reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
-            [names[at] for at in parts],
-        )
-    # A part may be taken for a partial sum later, where it must be (`is_thin`); not the other way.
+        raise RefusedError(reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}")
+    # Parts go before partial sums: of one element, a part may be a partial sum as well (`is_thin`).
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
     alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
-    moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
-    free = moved or any(given[at].free for at in parts)
     return tuple(
-        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at)), free=free)
-        if p.kind == "part"
-        else p
+        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at))) if p.kind == "part" else p
         for k, p in enumerate(first)
     )
 
 
-def _counted_by_each(
-    rule: Dims, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
-) -> str | None:
-    """A full value added to what may be partial sums: it is added to their sum, not by every rank."""
-    thin = {at for at, p in enumerate(given) if p.kind == "part" and is_thin(p, specs[at].shape)}
-    for together in rule.linear:
-        full = [at for at in together if given[at].kind == "equal" and not given[at].zero]
-        if len(together) > 1 and thin & together and full:
-            return f"{names[full[0]]} is full on every rank, and is added to values that are sharded"
-    return None
+def _before_view(rule: Dims, kept: Placement, spec: TensorSpec) -> Placement:
+    """A part of one element that is repeated was viewed otherwise before, and no rank's shape changed: it is
+    the same slice of other dims."""
+    if any(rule.inputs[0][dim] is not None for dim, _ in kept.at):
+        return kept
+    cuts = (cut for at in kept.at for cut in cuts_at(spec.shape, where_cut(spec.shape, *at)))
+    return Placement("part", tuple(dict.fromkeys(cuts)))
 
 
 def _beside(
@@ -154,7 +142,7 @@ def _beside(
     for at, kept in enumerate(given):
         dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
         if kept.kind == "part":
-            if not any(d in dims and b == blocks for d, b in places_of(kept, specs[at].shape)):
+            if not any(d in dims and b == blocks for d, b in kept.at):
                 return f"{names[at]} is {kept}, beside values that are sharded otherwise"
         elif kept.zero or (kept.kind == "equal" and all(d in kept.uniform for d in dims)):
             continue

@@ -9,21 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.ir.flow import PHASES, given_specs
-from stretto.ir.placement import (
-    LOCAL,
-    UNKNOWN,
-    EqualReducedError,
-    NeedsEqualError,
-    RefusedError,
-    part,
-)
+from stretto.ir.placement import LOCAL, PlacementError, part
 from stretto.ir.placements import Placer
 from stretto.ir.program import Job, Op, Shard, TensorSpec
-
-Program = Sequence[tuple[Op, bool]]
-"""Ops in order, each with whether it belongs to the backward."""
-
-Trouble = RefusedError | NeedsEqualError | EqualReducedError
 
 
 def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer]:
@@ -56,8 +44,8 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer
 
 
 def place_all(
-    programs: Sequence[Program], placers: Sequence[Placer], specs: dict[str, TensorSpec]
-) -> Iterator[tuple[int, Op, Trouble]]:
+    programs: Sequence[Sequence[Op]], placers: Sequence[Placer], specs: dict[str, TensorSpec]
+) -> Iterator[tuple[int, Op, PlacementError]]:
     """Place all ops; yields each that has no placement, with the number of its program, and why.
 
     specs: of what no op makes; those of the values that are made come to it.
@@ -68,12 +56,12 @@ def place_all(
     while moved:
         moved = False
         for number, program in enumerate(programs):
-            while at[number] < len(program) and known.issuperset(program[at[number]][0].uses):
-                op, backward = program[at[number]]
+            while at[number] < len(program) and known.issuperset(program[at[number]].uses):
+                op = program[at[number]]
                 for placer in placers:
                     try:
-                        placer.place(op, specs, backward=backward)
-                    except (RefusedError, NeedsEqualError, EqualReducedError) as trouble:
+                        placer.place(op, specs)
+                    except PlacementError as trouble:
                         placer.values[op.name] = LOCAL
                         yield number, op, trouble
                 if len(op.outputs) == 1 and op.outputs[0] is not None:
@@ -83,13 +71,9 @@ def place_all(
                 moved = True
 
 
-def programs_of(job: Job) -> list[tuple[int, Program]]:
-    """All programs of a job, each with its stage. What is computed again in a backward is a forward op."""
-    return [
-        (stage.index, [(op, phase is not PHASES[0] and not op.repeats) for op in _in_order(stage.ops[phase])])
-        for phase in PHASES
-        for stage in job.stages
-    ]
+def programs_of(job: Job) -> list[tuple[int, Sequence[Op]]]:
+    """All programs of a job, each with its stage."""
+    return [(stage.index, list(_in_order(stage.ops[phase]))) for phase in PHASES for stage in job.stages]
 
 
 def _in_order(ops: Sequence[Op]) -> Iterator[Op]:
@@ -105,7 +89,7 @@ def _in_order(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def differing(
-    programs: Sequence[Program],
+    programs: Sequence[Sequence[Op]],
     specs: dict[str, TensorSpec],
     shards: Mapping[str, Shard],
     axis: str,
@@ -116,7 +100,7 @@ def differing(
     for _ in place_all(programs, placers, specs):
         pass  # who proves programs says so
     kept = (item for placer in placers for item in placer.values.items())
-    return {name for name, placement in kept if placement.kind != "equal" and placement != UNKNOWN}
+    return {name for name, placement in kept if not placement.is_full}
 
 
 def differing_in(job: Job, axis: str) -> set[str]:

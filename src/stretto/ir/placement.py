@@ -19,15 +19,19 @@ class Placement:
     at: of a part, (dim, blocks); several where they are the same slice of the elements.
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
     zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
-    free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
-        own functions (`einsum` drops dims of one element) may have brought that element to any place.
+    unknown: made of full values by an op of an unknown library.
     """
 
     kind: Kind
     at: tuple[tuple[int, int], ...] = ()
     uniform: frozenset[int] = frozenset()
     zero: bool = False
-    free: bool = False
+    unknown: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank has all of it, as far as is known."""
+        return self.kind == "equal" or self == UNKNOWN
 
     def __str__(self) -> str:
         if self.kind != "part":
@@ -41,37 +45,48 @@ class Placement:
 EQUAL = Placement("equal")
 SUM = Placement("sum")
 LOCAL = Placement("local")
-UNKNOWN = Placement("local", free=True)
-"""What an op of an unknown library makes of full values."""
+UNKNOWN = Placement("local", unknown=True)
 
 
 def of_whom(given: Sequence[Placement]) -> Placement:
     """What an op makes, where no one knows whether ranks make slices of it or the full value."""
-    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
+    return UNKNOWN if all(p.is_full for p in given) else LOCAL
 
 
 def part(dim: int, blocks: int = 1) -> Placement:
     return Placement("part", ((dim, blocks),))
 
 
-class RefusedError(Exception):
-    """The op has no placement for its result. The message says what is wrong; names: of the values."""
+class PlacementError(Exception):
+    """The op has no placement for its result. The message says what is wrong, `fix` what would be right."""
 
-    def __init__(self, what: str, names: Sequence[str] = ()) -> None:
-        super().__init__(what)
-        self.names = tuple(names)
+    fix = "Gather what is sharded first"
 
 
-class NeedsEqualError(Exception):
+class RefusedError(PlacementError):
+    """Operands are not placed alike."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"has operands that ranks do not keep alike: {what}")
+
+
+class NeedsEqualError(PlacementError):
     """The op would be right if these partial sums were summed before."""
 
+    fix = "Sum it over the ranks first"
+
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = tuple(dict.fromkeys(names))
+        sums = ", ".join(dict.fromkeys(names))
+        super().__init__(f"uses {sums} as a full value, of which every rank has only a partial sum")
 
 
-class EqualReducedError(Exception):
+class EqualReducedError(PlacementError):
     """A sum over ranks of what all of them have full: the value itself."""
+
+    fix = "Use it as it is"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"sums {name} over ranks, which all have it in full")
 
 
 def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
@@ -107,13 +122,6 @@ def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpe
         else:
             return total
     return None
-
-
-def places_of(kept: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All (dim, blocks) that a part may be."""
-    yield from kept.at
-    if kept.free and is_thin(kept, shape):
-        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in kept.at)
 
 
 def is_thin(kept: Placement, shape: Sequence[int]) -> bool:

@@ -77,7 +77,6 @@ FILLS = frozenset(
 )
 """One number everywhere."""
 
-MASKED = ("aten.where.self", "aten.masked_fill.Scalar")
 CAT = "aten.cat.default"
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
@@ -102,38 +101,17 @@ class Placer:
     ) -> None:
         self._axis = axis
         self.along = along or size
-        self._backward = False
-        self._gradients: set[str] = set()
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
-        self._made: dict[str, Op] = {}
         self._known: dict[Any, tuple[Placement, ...]] = {}
 
     def of(self, name: str) -> Placement:
         return self.values.get(name, EQUAL)
 
-    def place(self, op: Op, specs: Mapping[str, TensorSpec], *, backward: bool = False) -> None:
-        """Find the placement of what an op makes. specs: of the values that it reads. backward: the op
-        belongs to the backward of ops that were all placed. Raises RefusedError, NeedsEqualError,
-        EqualReducedError."""
-        self._made[op.name] = op
-        self._backward = backward
-        if backward:
-            self._gradients.add(op.name)
-        try:
-            result = self._placed(op, specs)
-        except RefusedError:
-            # A full value of one element was used beside parts of one: where the model alone repeats it, and
-            # sums its gradient over the repetitions, a rank does neither. That gradient is a partial sum.
-            thin = {name: self.of(name) for name in operands(op) if is_thin(self.of(name), specs[name].shape)}
-            if not backward or not thin:
-                raise
-            self.values.update(dict.fromkeys(thin, SUM))
-            try:
-                result = self._placed(op, specs)
-            except RefusedError:
-                self.values.update(thin)
-                raise
+    def place(self, op: Op, specs: Mapping[str, TensorSpec]) -> None:
+        """Find the placement of what an op makes. specs: of the values that it reads. Raises
+        PlacementError."""
+        result = self._placed(op, specs)
         if len(result) > 1:
             self._tuples[op.name] = result
         self.values[op.name] = result[0]
@@ -155,18 +133,13 @@ class Placer:
             return (self._filled(op),)
         names = operands(op)
         given = tuple(self.of(name) for name in names)
-        if self._backward and op.target in MASKED and any(p.kind == "local" for p in given):
-            # What a rank masks by its own numbers is equal on all, so that its gradient is no slice.
-            thin = [n for n in names if n in self._gradients and is_thin(self.of(n), specs[n].shape)]
-            self.values.update(dict.fromkeys(thin, SUM))
-            given = tuple(self.of(name) for name in names)
         if not op.target.startswith(KNOWN_OPS):
             return (of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
         if UNKNOWN in given:
             return (of_whom(given),) * max(len(op.outputs), 1)
-        key = signature(op, specs), op.outputs, op.random, given, self._backward
+        key = signature(op, specs), op.outputs, op.random, given
         if key not in self._known:
             self._known[key] = self._ruled(op, names, given, [specs[name] for name in names])
         return self._known[key]
@@ -201,7 +174,7 @@ class Placer:
 
     def _gathered(self, source: str, kept: Placement) -> Placement:
         if kept.kind not in ("part", "local", "equal") and not kept.zero:
-            raise RefusedError(f"{source} is {kept} and is gathered from all ranks", (source,))
+            raise RefusedError(f"{source} is {kept} and is gathered from all ranks")
         return EQUAL
 
     def _chunk(self, op: Op) -> Placement:
@@ -214,7 +187,7 @@ class Placer:
         if kept.kind == "sum":
             raise NeedsEqualError((source,))
         if kept.kind != "equal":
-            raise RefusedError(f"{source} is {kept}, and every rank takes a slice of it", (source,))
+            raise RefusedError(f"{source} is {kept}, and every rank takes a slice of it")
         return part(int(op.args[1]))
 
     def _filled(self, op: Op) -> Placement:
@@ -247,10 +220,15 @@ class Placer:
             if all(p.kind == "equal" for p in given):
                 return (EQUAL,) * max(len(op.outputs), 1)
             return (LOCAL,) * max(len(op.outputs), 1)
+        partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
+        if partial_sums and all(is_thin(p, s.shape) for p, s in zip(given, specs, strict=True) if p.at):
+            # A sum over repetitions, of which a rank has one, is a slice of one element there.
+            given = [SUM if p.at else p for p in given]
+            partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
         if any(p.kind == "part" for p in given):
             along = behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
-                made = with_parts(op, rule, names, given, specs, self._backward)
+                made = with_parts(op, rule, names, given, specs)
             except RefusedError:
                 if along:
                     return (Placement("part", along),)
@@ -260,7 +238,6 @@ class Placer:
             if along:
                 return (replace(made[0], at=tuple(dict.fromkeys((*made[0].at, *along)))),)
             return made
-        partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
         if partial_sums:
             for together in rule.linear:
                 rest = together - partial_sums
@@ -293,10 +270,9 @@ class Placer:
             if not result:
                 raise RefusedError(
                     f"{op.args[0].name} is {kept} of {spec}, and gets the shape {list(made.shape)}, in which "
-                    "that is no slice along one dim",
-                    (op.args[0].name,),
+                    "that is no slice along one dim"
                 )
-            return Placement("part", result, free=is_thin(kept, spec.shape))
+            return Placement("part", result)
         if kept.kind == "equal" and kept.uniform:
             return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
         return kept
@@ -317,7 +293,6 @@ class Placer:
         if not all(result):
             raise RefusedError(
                 f"{op.args[0].name} is {kept}, and is split along that dim in pieces that are not full "
-                "blocks of it",
-                operands(op),
+                "blocks of it"
             )
         return tuple(Placement("part", at) for at in result)

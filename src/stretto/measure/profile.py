@@ -32,12 +32,13 @@ import torch
 
 from stretto.backend.dispatch_adapter import add_product, resolve
 from stretto.backend.process_memory import keep_freed_memory
+from stretto.backend.specs import decoded
 from stretto.ir.action import Phase
 from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.integers import Says, rows_named, what_integers_say
 from stretto.ir.prices import signature, specs_of
-from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.storage import PartialSum, partial_sums
 from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch, repeats
 from stretto.price.shared import FREE
@@ -239,8 +240,8 @@ class OpCall:
 
     op: Op
     function: Callable[..., Any]
-    args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
     dead: tuple[str, ...]
     partial_sums: tuple[PartialSum, ...]
 
@@ -263,21 +264,12 @@ class OpCall:
             values.pop(name, None)
 
 
-def value_of(arg: Arg, values: Mapping[str, Any]) -> Any:
+def value_of(arg: Any, values: Mapping[str, Any]) -> Any:
     """What an argument is, on a table of values."""
     if isinstance(arg, Ref):
         return values[arg.name]
-    if isinstance(arg, tuple):
+    if isinstance(arg, list):
         return [value_of(item, values) for item in arg]
-    return arg
-
-
-def fixed_argument(arg: Arg, device: torch.device) -> Arg:
-    """Constants of the framework in the place of their names."""
-    if isinstance(arg, Const):
-        return device if arg.kind == "device" else getattr(torch, arg.text)
-    if isinstance(arg, tuple):
-        return tuple(fixed_argument(item, device) for item in arg)
     return arg
 
 
@@ -300,8 +292,8 @@ def make_calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list
             OpCall(
                 op,
                 function_of(op.target, device),
-                tuple(fixed_argument(a, device) for a in op.args),
-                tuple((key, fixed_argument(a, device)) for key, a in op.kwargs),
+                tuple(decoded(a, Ref, device) for a in op.args),
+                tuple((key, decoded(a, Ref, device)) for key, a in op.kwargs),
                 tuple(dying.get(op.name, ())),
                 grads.get(op.name, ()),
             )

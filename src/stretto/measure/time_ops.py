@@ -18,12 +18,13 @@ from math import prod
 import torch
 
 from stretto.backend.device_time import synchronise
+from stretto.backend.specs import decoded
 from stretto.errors import StrettoError
 from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say
 from stretto.ir.prices import Specs, made_bytes, signature, specs_of
 from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
-from stretto.measure.profile import device_name, fixed_argument, function_of, made_up_tensor, value_of
+from stretto.measure.profile import device_name, function_of, made_up_tensor
 from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Machine, Timing
 from stretto.price.shared import FREE
@@ -172,8 +173,6 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
             f"{signature(op, specs)} cannot be measured on its own: {unknown[0]} is no single tensor"
         )
     function = function_of(op.target, device)
-    arguments = [fixed_argument(arg, device) for arg in op.args]
-    keywords = {key: fixed_argument(arg, device) for key, arg in op.kwargs}
     moved = made_bytes(op) + sum(specs[name].nbytes for name in op.uses)
     sets = int(max(1, min(MOST_SETS, CACHE_BYTES // max(moved, 1))))
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -185,8 +184,8 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
 
     calls = [
         (
-            [value_of(arg, given) for arg in arguments],
-            {key: value_of(arg, given) for key, arg in keywords.items()},
+            [decoded(arg, given.__getitem__, device) for arg in op.args],
+            {key: decoded(arg, given.__getitem__, device) for key, arg in op.kwargs},
         )
         for given in inputs
     ]

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, listed
 from stretto.files.parse import parse_json
 from stretto.models.gpt import GPT
 from stretto.models.transformers_adapter import WeightRecipe, may_ignore, may_lack, recipes_for
@@ -155,9 +155,6 @@ class WeightFiles:
 
 # --- a model's weights -------------------------------------------------------------------------------------
 
-SHOWN = 5
-"""Names of a message."""
-
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -224,14 +221,14 @@ def _faults(model: nn.Module, weights: Weights) -> Iterator[str]:
         if name not in known and (own or not (may_ignore(model, name) or may_ignore(model, recipe.names[0])))
     ]
     if lacking:
-        yield f"the weights lack {_list(lacking)}: they are of another model, or of a part of this one"
+        yield f"the weights lack {listed(lacking)}: they are of another model, or of a part of this one"
     if unused:
         kind = type(model).__name__
-        yield f"the weights have {_list(unused)}, of which a {kind} has no use: they are of another model"
+        yield f"the weights have {listed(unused)}, of which a {kind} has no use: they are of another model"
     if shapes:
-        yield f"{_list(shapes)}: give the shape that the weights have (model.config)"
+        yield f"{listed(shapes)}: give the shape that the weights have (model.config)"
     if kinds:
-        yield f"{_list(kinds)}: these weights are not trained"
+        yield f"{listed(kinds)}: these weights are not trained"
 
 
 def _of_a_tie(weights: Weights, there: list[str], key: str) -> Iterator[str]:
@@ -244,8 +241,3 @@ def _of_a_tie(weights: Weights, there: list[str], key: str) -> Iterator[str]:
             weights.files.read(recipe.names[0]), weights.files.read(other.names[0])
         ):
             yield (f"{first} and {name} differ, and the model has one tensor for both: set {key} = false")
-
-
-def _list(names: list[str]) -> str:
-    more = f" (and {len(names) - SHOWN} more)" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"

@@ -63,19 +63,17 @@ class _Mixture(torch.autograd.Function):
         return None, made[0], None, *made[1:]
 
 
-def are_of_experts(given: Sequence[Any]) -> bool:
-    """Whether these are tokens (..., D), the experts that each chose and their weights."""
-    if len(given) != len(ARGUMENTS) or not all(isinstance(x, Tensor) for x in given):
-        return False
-    tokens, chosen, weights = given
-    fits = chosen.shape == weights.shape and chosen.numel() % max(tokens.shape[:-1].numel(), 1) == 0
-    return fits and not chosen.is_floating_point() and weights.is_floating_point()
-
-
-def in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A module's arguments by position as far as `ARGUMENTS` says, and those left."""
-    left = dict(kwargs)
-    return (*args, *(left.pop(key) for key in ARGUMENTS[len(args) :] if key in left)), left
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Tokens (..., D), the experts that each chose and their weights; None for other arguments."""
+    named: dict[str, Any] = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+    if len(args) + len(kwargs) != len(ARGUMENTS) or named.keys() != {*ARGUMENTS}:
+        return None
+    tokens, chosen, weights = given = tuple(named[key] for key in ARGUMENTS)
+    if not all(isinstance(x, Tensor) for x in given) or chosen.shape != weights.shape:
+        return None
+    fits = chosen.numel() % max(tokens.shape[:-1].numel(), 1) == 0
+    numbers = not chosen.is_floating_point() and weights.is_floating_point()
+    return (tokens, chosen, weights) if fits and numbers else None
 
 
 @contextmanager
@@ -96,8 +94,8 @@ def _forward(module: nn.Module, refused: Callable[[nn.Module], Exception] | None
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given, left = in_order(args, kwargs)
-        if left or not are_of_experts(given):
+        given = _given(args, kwargs)
+        if given is None:
             if refused is not None:
                 raise refused(module)
             return own(*args, **kwargs)

@@ -23,8 +23,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -41,7 +41,7 @@ from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
-from stretto.parallelize.expert_trial import ExpertTrial, part_of_experts, rows_by
+from stretto.parallelize.expert_trial import INSIDE, part_of_experts, rows_by
 from stretto.parallelize.parts import bounds
 from stretto.parallelize.styles import named_by, no_module
 from stretto.parallelize.unseen import put_forward
@@ -54,8 +54,7 @@ OF_PARAMETERS = "grouped_gemm"
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """What is shared. modules: names. shards: parameter name -> how. trials: of modules that do not say
-    how they compute rows (`of_rows`)."""
+    """What is shared. modules: names. shards: parameter name -> how."""
 
     size: int
     modules: tuple[str, ...]
@@ -64,107 +63,116 @@ class ExpertParallel:
     slices: int = 1
     each_expert: bool = False
     fails: bool = True
-    trials: Mapping[str, ExpertTrial] = field(default_factory=dict, repr=False, compare=False)
 
 
 def expert_parallel(model: nn.Module, parallel: ParallelSettings) -> ExpertParallel:
     """Which modules' experts are shared, and how: by the plan of the settings, or the model's own. Raises
     UsageError for a model without experts and sizes that do not fit."""
-    size, plan, fails = parallel.ep, parallel.ep_plan, parallel.ep_overflow == "error"
-    if not (plan if plan is not None else ep_plan_of(model)):
-        for name, module in model.named_modules():  # as `transformers` 4 has them
-            if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
-                raise _of_modules(model, name)
+    size, fails = parallel.ep, parallel.ep_overflow == "error"
+    names = experts_in(model, parallel.ep_plan)
+    # Without a plan, as `transformers` 4 has them.
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.endswith("experts")]
+    if not names and not lists:
         raise UsageError(
             f"{type(model).__name__} has no plan for expert parallelism: give one, "
             'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    result = experts_in(model, plan)
     shards: dict[str, Shard] = {}
-    for name in result:
-        _check_not_adapted(modules, name)
+    for name in names or lists:
+        _check_module(modules, name, size, parallel.pipe_experts)
         own_of = modules[name].named_parameters(recurse=False)
-        counts = {key: p.shape[0] if p.dim() else 1 for key, p in own_of}
-        odd = [key for key, count in counts.items() if count != next(iter(counts.values()))]
-        if odd:
-            raise UsageError(
-                f"dim 0 of all own parameters of {name} must be the expert, and they have other sizes: "
-                f"{', '.join(f'{key} {count}' for key, count in counts.items())}. Put what its experts share "
-                f"({odd[0]}) into a module of its own, or give ep = 1"
-            )
-        for key, count in counts.items():
-            if count % size:
-                fits = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
-                raise UsageError(
-                    f"{name}.{key} has {count} experts, which cannot be shared equally by {AXIS} = {size} "
-                    f"ranks: give an {AXIS} that divides them, such as {fits}"
-                )
-            shards[f"{name}.{key}"] = Shard(AXIS, 0)
-    if not shards:
-        raise UsageError(
-            f"no module of {type(model).__name__} that its plan for expert parallelism names "
-            f"({', '.join(ep_plan_of(model))}) has parameters of its own: give ep_plan, or ep = 1"
-        )
-    for name in result if parallel.pipe_experts else ():
-        own: Any = modules[name]
-        if not _states_how(own) or own.slots(1) is None:
-            raise UsageError(
-                f"pipe_experts sends each expert's tokens by themselves, and {name} serves all, so that "
-                "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
-                "experts a capacity"
-            )
-        experts = next(modules[name].parameters(recurse=False)).shape[0]
-        if experts == size:
-            raise UsageError(
-                f"pipe_experts sends each expert's tokens by themselves, and {AXIS} = {size} ranks have one "
-                f"each of {name}: cut them with pipe_experts_multi_data = 2, or give a smaller {AXIS}"
-            )
+        shards |= {f"{name}.{key}": Shard(AXIS, 0) for key, _ in own_of}
     if parallel.ep_buffer is None and not fails:
         raise UsageError(
             "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
             "all: drop it, or give ep_buffer = 2.0"
         )
-    trials: dict[str, ExpertTrial] = {}
-    for name in result:
-        if not _states_how(modules[name]):
-            served = (one for one in trials.values() if one.serves(modules[name]))
-            trials[name] = next(served, None) or ExpertTrial(model, name, size)
     slices, each_expert = parallel.pipe_experts_multi_data, parallel.pipe_experts
-    return ExpertParallel(size, result, shards, parallel.ep_buffer, slices, each_expert, fails, trials)
+    return ExpertParallel(size, names, shards, parallel.ep_buffer, slices, each_expert, fails)
 
 
-def _states_how(module: nn.Module) -> bool:
+def _check_module(modules: Mapping[str, nn.Module], name: str, size: int, each_expert: bool) -> None:
+    """Raises UsageError for a module whose experts ranks cannot share so."""
+    module: Any = modules[name]
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        # An adapter around it, as `peft`'s for `target_parameters`, computes a change of all experts.
+        around = modules[".".join(parts[:end])]
+        parameter = getattr(around, "parameter_name", None)
+        if isinstance(parameter, str) and hasattr(around, "get_delta_weight"):
+            raise UsageError(
+                f"{'.'.join(parts[:end])} ({type(around).__name__}) adapts {parameter!r} of all "
+                "experts at once, and expert-parallel ranks have a part of them: adapt modules instead "
+                "(target_modules), or give ep = 1 and use pp or dp"
+            )
+    if isinstance(module, nn.ModuleList):
+        raise UsageError(
+            f"{name} has each expert in a module of its own, and ranks share experts along dim 0 of "
+            "parameters that have all of a layer's: take transformers 5.17 or newer, which has them so, or "
+            "give ep = 1"
+        )
+    counts = {key: p.shape[0] if p.dim() else 1 for key, p in module.named_parameters(recurse=False)}
+    if not any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        raise UsageError(
+            f"ep_plan: {name} has no parameters of its own whose dim 0 could be the expert: name the module "
+            "that has such, or leave the pattern out"
+        )
+    experts = next(iter(counts.values()))
+    odd = [key for key, count in counts.items() if count != experts]
+    if odd:
+        raise UsageError(
+            f"dim 0 of all own parameters of {name} must be the expert, and they have other sizes: "
+            f"{', '.join(f'{key} {count}' for key, count in counts.items())}. Put what its experts share "
+            f"({odd[0]}) into a module of its own, or give ep = 1"
+        )
+    if experts % size:
+        fits = next(n for n in range(min(size, experts), 0, -1) if experts % n == 0)
+        raise UsageError(
+            f"{name} has {experts} experts, which cannot be shared equally by {AXIS} = {size} ranks: give an "
+            f"{AXIS} that divides them, such as {fits}"
+        )
+    has_slots = states_how(module) and module.slots(1) is not None
+    if each_expert and (not has_slots or experts == size):
+        why, way = "serves all, so that it is not known where an expert's begin", "experts a capacity"
+        if has_slots:
+            why, way = f"has one of them on each of {AXIS} = {size} ranks", f"a smaller {AXIS}"
+        raise UsageError(
+            f"pipe_experts sends each expert's tokens by themselves, and {name} {why}: cut them with "
+            f"pipe_experts_multi_data = 2, or give {way}"
+        )
+
+
+def states_how(module: nn.Module) -> bool:
     """Whether it is of `stretto.models.moe`, or has all that makes one of these."""
     return all(callable(getattr(module, name, None)) for name in ("slots", "of_slots", "of_rows"))
 
 
 @contextmanager
-def sharded_experts(model: nn.Module, how: ExpertParallel, names: Sequence[str]) -> Iterator[None]:
-    """While the context lasts, modules of these names compute a rank's experts. Parameters must already be
-    parts."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    with ExitStack() as undo:
-        for module, name in {modules[name]: name for name in names}.items():
-            undo.enter_context(part_of_experts(module, how.size))
-            undo.callback(put_forward(module, _forward(module, how, how.trials.get(name))))
-        yield
+def sharded_experts(module: nn.Module, how: ExpertParallel, way: str) -> Iterator[None]:
+    """While the context lasts, the module computes a rank's experts. Its parameters must already be parts.
+    way: of a module that does not say how it computes rows, as `expert_trial.weighed`; else ""."""
+    undo = put_forward(module, _forward(module, how, way))
+    try:
+        with part_of_experts(module, how.size):
+            yield
+    finally:
+        undo()
 
 
-def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) -> Callable[..., Tensor]:
+def _forward(module: nn.Module, how: ExpertParallel, way: str) -> Callable[..., Tensor]:
     own: Any = module  # its methods of these names, or its forward
-    of_rows = own.of_rows if trial is None else partial(rows_by, module, module.forward)
+    of_rows = partial(rows_by, module, module.forward) if way else own.of_rows
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
-        inside = trial is not None and trial.weighed(module, hidden_states, top_k_index) == "inside"
-        slots = own.slots(x_ND.shape[0]) if trial is None else None
+        slots = None if way else own.slots(x_ND.shape[0])
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
-            made = dropless(x_ND, chosen_NK, weights_NK, experts, served, inside)
+            made = dropless(x_ND, chosen_NK, weights_NK, experts, served, way == INSIDE)
         else:
             of_slots = partial(_of_slots, own=own.of_slots, how=how)
             made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, of_slots)
@@ -289,52 +297,17 @@ def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     }
 
 
-def _check_not_adapted(modules: Mapping[str, nn.Module], name: str) -> None:
-    """Raises UsageError for experts whose parameters an adapter around them changes, as `peft`'s for
-    `target_parameters`: it computes a change of all experts, and a rank has a part of them."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        around = modules[".".join(parts[:end])]
-        parameter = getattr(around, "parameter_name", None)
-        if isinstance(parameter, str) and hasattr(around, "get_delta_weight"):
-            raise UsageError(
-                f"{'.'.join(parts[:end])} ({type(around).__name__}) adapts {parameter!r} of all "
-                "experts at once, and expert-parallel ranks have a part of them: adapt modules instead "
-                "(target_modules), or give ep = 1 and use pp or dp"
-            )
-
-
-def _of_modules(model: nn.Module, name: str) -> UsageError:
-    return UsageError(
-        f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
-        "along dim 0 of parameters that have all of a layer's: take transformers 5.17 or newer, which has "
-        "them so, or give ep = 1"
-    )
-
-
 def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The names of the modules that have experts, by the plan or the model's own. Raises UsageError for a
     plan that does not fit the model."""
-    if plan is None:
-        names = [name for name, _ in model.named_modules()]
-        return tuple(result for pattern in ep_plan_of(model) for result in named_by(pattern, names))
-    modules = dict(model.named_modules(remove_duplicate=False))
+    names = list(dict(model.named_modules(remove_duplicate=plan is None)))
     given: dict[str, None] = {}
-    for pattern, style in plan.items():
+    for pattern, style in (ep_plan_of(model) if plan is None else plan).items():
         where = f"ep_plan[{pattern!r}]"
         if style != STYLE:
             raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
-        result = named_by(pattern, modules)
-        if not result:
-            raise UsageError(f"{where}: {no_module(pattern, modules)}")
-        for name in result:
-            if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
-                _check_not_adapted(modules, name)
-                if isinstance(modules[name], nn.ModuleList):
-                    raise _of_modules(model, name)
-                raise UsageError(
-                    f"{where}: {name} has no parameters of its own whose dim 0 could be the expert: name the "
-                    "module that has such, or leave the pattern out"
-                )
+        result = named_by(pattern, names)
+        if plan is not None and not result:
+            raise UsageError(f"{where}: {no_module(pattern, names)}")
         given |= dict.fromkeys(result)
     return tuple(given)

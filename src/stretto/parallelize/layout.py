@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from stretto.config import ParallelSettings
+from stretto.errors import UsageError
 from stretto.ir.program import Shard
-from stretto.parallelize.chunks import Chunks, blocks_of
 from stretto.parallelize.expert_op import as_one_op
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
 from stretto.parallelize.parts import local_shape
@@ -19,23 +19,32 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. experts:
+    names of modules with a row for each token. full: whether experts with a capacity serve all chunks
+    together."""
+
+    degree: int
+    blocks: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Each is None where there is nothing of the kind. context: ranks that share the sequence; context_kind:
-    as the setting `cp_kind`. is_traced: whether it is what a model is traced with, before passes lay it
-    out."""
+    as the setting `cp_kind`."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
     context: int = 1
     context_kind: str = "auto"
-    is_traced: bool = False
 
     @property
     def by_passes(self) -> bool:
         """Whether passes lay out what is traced."""
-        parts = (self.tensor, self.experts, self.chunks)
-        return not self.is_traced and (self.context > 1 or any(part is not None for part in parts))
+        return self.context > 1 or any(part is not None for part in (self.tensor, self.experts, self.chunks))
 
     @property
     def mixtures(self) -> tuple[str, ...]:
@@ -71,7 +80,7 @@ class Layout:
     @property
     def traced(self) -> Layout:
         """What the model is traced with: parts of experts, which are one op."""
-        return replace(self, tensor=None, is_traced=True)
+        return replace(self, tensor=None)
 
     def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
         """The same with other shards over tensor-parallel ranks."""
@@ -117,3 +126,15 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
     return Chunks(degree, tuple(blocks_of(model)), experts, full)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The names of a model's blocks: the members of the `ModuleList` with the most parameters."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        raise UsageError(
+            f"{type(model).__name__} has no ModuleList of blocks whose sequence ampipe_degree could cut; "
+            "leave it out"
+        )
+    name = max(lists, key=lambda one: (sum(p.numel() for p in lists[one].parameters()), -one.count(".")))
+    return [f"{name}.{at}" for at in range(len(lists[name]))]

@@ -8,7 +8,9 @@ They have shapes and no kernels, and need no process group. In the captured grap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,11 +26,10 @@ from stretto.ir.collectives import (
     REDUCE_SCATTER,
     Kind,
 )
-from stretto.parallelize.unseen import AXES, value_now
 
 NAMESPACE = "stretto"
 
-OneToOne = Callable[[Tensor], Tensor]
+Axes = Sequence[tuple[str, int]]
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
@@ -139,32 +140,39 @@ def _dim_of(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
+_axes: ContextVar[Axes | None] = ContextVar("axes", default=None)
+
+
+@contextmanager
+def of_job(axes: Axes) -> Iterator[None]:
+    """While the context lasts, code may communicate over these axes alone, the job's."""
+    before = _axes.set(axes)
+    try:
+        yield
+    finally:
+        _axes.reset(before)
+
+
 def _check_axis(what: str, axis: str, size: int) -> None:
-    axes = value_now(AXES)
+    axes = _axes.get()
     if axes is not None and (axis, size) not in axes:
         raise ValueError(f"{what} is over {axis} = {size}, and the job has {dict(axes)} besides pp: name one")
 
 
-class _OneToOnePair(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, axis: str, size: int, kind: Kind) -> Tensor:
+        ctx.back = KINDS[kind.gradient], axis, size
+        return communicate(kind, x, axis, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
-
-
-def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-    made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return made
+        kind, axis, size = ctx.back
+        return communicate(kind, grad, axis, size), None, None, None
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
     """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
     another that sums nothing."""
-    back = KINDS[kind.gradient]
-    return _pair(
-        x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)
-    )
+    made: Tensor = _Exchange.apply(x, axis, size, kind)  # type: ignore[no-untyped-call]
+    return made

@@ -47,8 +47,9 @@ SYNONYMS = {
     "sequence_parallel": "replicated",
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "replicated",
+    "attributes": "replicated",  # integers that count what is sharded, which code takes as they are
 }
-"""Other words for the same, as `transformers` has or had them."""
+"""Other words, as `transformers` and Stretto have or had them. What they say besides is not needed."""
 
 GPT2_PLAN = {
     "transformer.wte": "vocabulary",
@@ -108,7 +109,7 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         if rest and not (rest.isdigit() and int(rest) > 0):
             raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
         return Style(kind, blocks=int(rest or 2))
-    if rest:
+    if rest and word not in SYNONYMS:
         raise UsageError(f"{where}: the style {kind!r} takes nothing after a colon, found {given!r}")
     return Style(kind)
 

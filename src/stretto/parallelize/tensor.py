@@ -57,10 +57,9 @@ def tensor_parallel(
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_shards(model, shards, size)
-    mixtures = tuple(name.rpartition(".")[0] for name, style in styles.items() if style.kind == EXPERTS)
-    return TensorParallel(
-        size, shards, first_block(model, modules, styles) if sequence else None, tuple(filter(None, mixtures))
-    )
+    first = first_block(model, modules, styles) if sequence else None
+    experts = (name for name, style in styles.items() if style.kind == EXPERTS and "." in name)
+    return TensorParallel(size, shards, first, tuple(name.rpartition(".")[0] for name in experts))
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:

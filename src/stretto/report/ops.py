@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, listed
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
@@ -76,8 +76,7 @@ def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = Non
     pattern = module if any(sign in module for sign in "*?[") else f"*{module}*"
     result = [line for line in lines if fnmatchcase(line.row.op.module, pattern)]
     if not result:
-        known = sorted({line.row.op.module for line in lines if line.row.op.module})
-        shown = ", ".join(known[:6]) + (", ..." if len(known) > 6 else "")
+        shown = listed(sorted({line.row.op.module for line in lines if line.row.op.module}))
         raise UsageError(
             f"--module {module}: no op of {stage}{phase} is of such a module; it has {shown or 'no modules'}"
         )

@@ -31,10 +31,11 @@ import torch
 from torch import fx
 
 from stretto.backend.dispatch_adapter import resolve
+from stretto.backend.specs import decoded, spec_of
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Job, Op, TensorSpec
 from stretto.passes.recompute import numbered
 from stretto.runtime.generate import Externals, Writer
 from stretto.runtime.memory_adapter import MemoryMeter
@@ -228,13 +229,7 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
     nodes: dict[Key, fx.Node] = {key: graph.placeholder(f"x{k}") for k, key in enumerate(stretch.inputs)}
 
     def given(part: int, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return nodes[part, arg.name]
-        if isinstance(arg, tuple):
-            return [given(part, item) for item in arg]
-        if isinstance(arg, Const):
-            return device if arg.kind == "device" else getattr(torch, arg.text)
-        return arg
+        return decoded(arg, lambda name: nodes[part, name], device)
 
     for part, op in stretch.graph:
         function = operator.getitem if op.target == GETITEM else resolve(op.target)
@@ -357,7 +352,5 @@ class CompiledWriter(Writer):
 
     def _spec(self, part: int, name: str) -> TensorSpec:
         if name in self.externals.fixed:
-            kept = self.externals.fixed[name]
-            stride = None if kept.is_contiguous() else tuple(kept.stride())
-            return TensorSpec(tuple(kept.shape), str(kept.dtype).removeprefix("torch."), stride)
+            return spec_of(self.externals.fixed[name])
         return self.specs[name]

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, listed
 from stretto.ir.plan import Plan
 from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.transport import Transport
-from stretto.verifying.fault import listed
 
 Copy = tuple[str, tuple[int, ...]]
 """What it is (`parameter 'head.weight'`), and which part: coordinates on the axes that it is sharded over."""

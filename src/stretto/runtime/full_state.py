@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, listed
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import RankTensors, full_spec, part_of
 from stretto.runtime.transport import Transport
-from stretto.verifying.fault import listed
 
 LANE = "state"
 _CALLING = threading.Lock()

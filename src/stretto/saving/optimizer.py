@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, listed
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
 from stretto.runtime.given_model_adapter import TakenValue
 from stretto.runtime.rank_tensors import Part, full_spec
-from stretto.verifying.fault import listed
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""

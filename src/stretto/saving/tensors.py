@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, listed
 from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
 from stretto.runtime.all_or_none import together, together_slowly
@@ -258,9 +258,8 @@ def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) ->
     """Raises StrettoError where the folder lacks a part's tensor, or has it in another shape."""
     lacking = [name for name in parts if name not in stored]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise StrettoError(
-            f"{folder} lacks {lacking[0]}{more}: it is of another model; take another checkpoint"
+            f"{folder} lacks {listed(lacking)}: it is of another model; take another checkpoint"
         )
     for name, part in parts.items():
         shape = stored[name].shape

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
-
-SHOWN = 5
-"""How many members of a long list a message names. Assumed: enough to see the pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +24,3 @@ class Fault:
         )
         text = f"{place}: {self.what}" if place else self.what
         return f"{text}. {self.fix}" if self.fix else text
-
-
-def listed(things: Iterable[object]) -> str:
-    """`3, 7 and more` : the first few of many numbers or names."""
-    first = list(islice(things, SHOWN + 1))
-    return ", ".join(map(str, first[:SHOWN])) + (" and more" if len(first) > SHOWN else "")

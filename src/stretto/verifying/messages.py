@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from stretto.errors import listed
 from stretto.ir.plan import Plan
-from stretto.verifying.fault import Fault, listed
+from stretto.verifying.fault import Fault
 from stretto.verifying.schedule import walk
 from stretto.verifying.trace import Event, EventKind, Message, ends_of, shown, trace_of
 

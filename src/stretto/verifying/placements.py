@@ -3,9 +3,8 @@ keep of its operands.
 
 Parameters that are sharded name real axes and dims; copies of one tensor are sharded alike.
 
-Capture has proved placements of the step that it traced, with the shapes of the model alone beside it.
-Passes and planning have changed the programs since, and a plan file may be anybody's. So each op is placed
-again (`stretto.ir.placements`) from the parameters' shards on, through all stages: a partial sum that is
+Passes and planning have made the programs, and a plan file may be anybody's. So each op is placed again
+(`stretto.ir.placements`) from the parameters' shards on, through all stages: a partial sum that is
 used as if it were the sum, a sum over ranks of what is full on each, a slice beside a full value, and
 gradients that are other than their parameters say. The order of gathered rows is not followed here, and what
 an op without a rule makes is taken as it is.
@@ -18,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from stretto.ir.axes import AXES, WITHIN, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
-from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
-from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
+from stretto.ir.placed_programs import place_all, placers_of, programs_of, shards_of
+from stretto.ir.placement import is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import GETITEM, VIEWS, Job, Op, Parameter, TensorSpec
@@ -125,7 +124,10 @@ def _faults_along(plan: Plan, axis: str, size: int) -> list[Fault]:
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
-    result = [_fault(plan.rank_of(stages[at]), axis, op, trouble) for at, op, trouble in troubles]
+    result = [
+        Fault(plan.rank_of(stages[at]), f"{op.name} ({op.target})", f"{trouble} (along {axis})", trouble.fix)
+        for at, op, trouble in troubles
+    ]
     result += _reductions(plan, axis)
     return result or [*_kept(plan, axis, placers), *_gradients(plan, axis, placers, specs)]
 
@@ -154,20 +156,6 @@ def _maker(made: Mapping[str, Op], name: str) -> str:
     return "" if op is None else op.target
 
 
-def _fault(rank: int, axis: str, op: Op, trouble: Trouble) -> Fault:
-    if isinstance(trouble, NeedsEqualError):
-        names = ", ".join(trouble.names)
-        what = f"uses {names} as a full value, of which every {axis} rank has only a partial sum"
-        fix = "Sum it over the ranks first"
-    elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {axis} ranks, which all have it in full"
-        fix = "Use it as it is"
-    else:
-        what = f"has operands that {axis} ranks do not keep alike: {trouble}"
-        fix = "Gather what is sharded first"
-    return Fault(rank, f"{op.name} ({op.target})", what, fix)
-
-
 def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
     """Gradients of sharded parameters are sharded with them, others are full or partial sums, as they say."""
     for parameter in plan.job.parameters:
@@ -183,7 +171,7 @@ def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, Te
                 thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
                 if kept.zero:
                     continue
-                full = _is_full(kept)
+                full = kept.is_full
                 if own.kind == "part" and kept.kind not in ("part", "local"):
                     what = f"{its} is {kept}, but the parameter is {own}"
                     yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
@@ -203,16 +191,12 @@ def _kept(plan: Plan, axis: str, placers: list[Placer]) -> Iterator[Fault]:
     """The loss, and what buffers become, are full on every rank."""
     for placer in placers:
         stage, loss = plan.job.loss
-        if not _is_full(placer.of(loss)):
+        if not placer.of(loss).is_full:
             what = f"{loss} differs between {axis} ranks"
             yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
         for buffer in plan.job.buffers:
             for stage, phase, value in buffer.updates:
-                if not _is_full(placer.of(value)):
+                if not placer.of(value).is_full:
                     what = f"its update {value} ({stage}{phase}) differs between {axis} ranks, which all "
                     fix = "Sum or gather what it is made of first"
                     yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it full", fix)
-
-
-def _is_full(kept: Placement) -> bool:
-    return kept.kind == "equal" or kept == UNKNOWN

@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from stretto.errors import SHOWN, listed
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.verifying.fault import SHOWN, Fault, listed
+from stretto.verifying.fault import Fault
 
 Position = tuple[int, int]
 """(rank, index among the rank's actions)."""

@@ -19,18 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from stretto.backend.dispatch_adapter import no_elements, refused
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
 from stretto.ir.parameters import strides_of
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
-from stretto.ir.program import CHUNK, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, Job, Op, TensorSpec
 from stretto.ir.storage import is_expanded
 from stretto.verifying.fault import Fault
 
@@ -176,10 +176,14 @@ def _called(op: Op, specs: Specs, device: str) -> tuple[Given | None, str]:
     taken = {argument.name for argument in function._schema.arguments}
     if any(isinstance(value, str) and key not in taken for key, value in op.kwargs):
         return None, ""  # a note, and no function of this name that PyTorch has
+
+    def empty(name: str) -> torch.Tensor:
+        return empty_of(specs[name], device)
+
     try:
         with torch.no_grad(), no_elements():
-            args = _real(op.args, specs, device)
-            kwargs = {key: _real(value, specs, device) for key, value in op.kwargs}
+            args = decoded(op.args, empty, device)
+            kwargs = {key: decoded(value, empty, device) for key, value in op.kwargs}
             made = function(*args, **kwargs)
     except (NotImplementedError, AttributeError):
         return None, ""
@@ -191,24 +195,4 @@ def _called(op: Op, specs: Specs, device: str) -> tuple[Given | None, str]:
     except Exception:
         return None, ""  # of the rules that decide without elements, which have exceptions of their own
     parts = made if isinstance(made, (tuple, list)) else (made,)
-    return tuple(_spec(part) if isinstance(part, torch.Tensor) else None for part in parts), ""
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    stride = None if tensor.is_contiguous() else tuple(int(n) for n in tensor.stride())
-    return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."), stride)
-
-
-def _real(arg: Arg, specs: Specs, device: str) -> Any:
-    """An argument of a call, with tensors that have no elements."""
-    if isinstance(arg, Ref):
-        spec = specs[arg.name]
-        dtype = getattr(torch, spec.dtype)
-        if spec.stride is None:
-            return torch.empty(spec.shape, dtype=dtype, device=device)
-        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
-    if isinstance(arg, tuple):
-        return [_real(item, specs, device) for item in arg]
-    if isinstance(arg, Const):
-        return torch.device(device) if arg.kind == "device" else getattr(torch, arg.text)
-    return arg
+    return tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts), ""

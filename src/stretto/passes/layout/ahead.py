@@ -11,9 +11,8 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.passes.layout.op_groups import KEEP_PARTIAL, LIKE, NEW, SAME_DATA, ZEROS
 from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
-from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.program import KEEP_PARTIAL, LIKE, NEW, SAME_DATA, ZEROS, StepProgram
 from stretto.passes.layout.rules import passes_sums, rule_of
 
 MOST_OPS = 200

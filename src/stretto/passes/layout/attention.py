@@ -175,7 +175,7 @@ class AttentionChunks:
 
     def backward(self, op: Op, forward: str, calls: Sequence[Mapping[str, Arg]]) -> list[Mapping[int, str]]:
         """forward: the name of the op that it is of. Of keys and values that are not in chunks, gradients are
-        the addends of chunks."""
+        the partial sums of chunks."""
         made: list[tuple[str, str, str]] = []
         for k, one in enumerate(self.forwards[forward]):
             target = backward_of(one.kernel)
@@ -262,8 +262,8 @@ class AttentionChunks:
         return mask
 
     def _sums(self, parts: Sequence[str], keys: Sequence[Ref]) -> list[str]:
-        """Gradients of keys or values, of each chunk as far as it sees them: each chunk's own, or addends as
-        long as all keys."""
+        """Gradients of keys or values, of each chunk as far as it sees them: each chunk's own, or partial
+        sums as long as all keys."""
         lengths = [self._rows(Ref(part)) for part in parts]
         if len(set(keys)) == 1:
             return [self._padded(part, self._rows(keys[0])) for part in parts]
@@ -294,9 +294,9 @@ def _gradient(call: Mapping[str, Arg]) -> Arg:
     return call["grad_out"] if "grad_out" in call else call["grad_out_"]
 
 
-def total(out: Emitter, addends: Sequence[str], largest: bool = False) -> str:
+def total(out: Emitter, partials: Sequence[str], largest: bool = False) -> str:
     """The sum of values, or of each element the largest."""
-    result, *rest = addends
+    result, *rest = partials
     for other in rest:
         target = "aten.maximum.default" if largest else "aten.add.Tensor"
         result = out.emit(target, Ref(result), Ref(other), name=f"{result}_sum")

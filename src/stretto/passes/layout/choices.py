@@ -14,7 +14,6 @@ from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.lookups import LOOKUPS
-from stretto.passes.layout.op_groups import KEEP_PARTIAL
 from stretto.passes.layout.placement import (
     PARTIAL,
     REPLICATED,
@@ -24,6 +23,7 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
+from stretto.passes.layout.program import KEEP_PARTIAL
 from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, as_kernel, full
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values

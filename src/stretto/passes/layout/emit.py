@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch_adapter import overload, returns_view
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.kernels import BACKWARDS, KERNELS
@@ -95,10 +96,15 @@ class Emitter:
         kwargs: Mapping[str, Arg] | None = None,
         flops: int = 0,
         random: bool = False,
+        like: Outputs = (),
     ) -> str:
-        """Append an op; returns its name, which begins with `name`. Raises MisfitError."""
+        """Append an op; returns its name, which begins with `name`. like: results at full shapes, of which a
+        device may make some empty. Raises MisfitError."""
         given = tuple((kwargs or {}).items())
         outputs = self._made(target, args, given)
+        if len(like) == len(outputs) > 1:
+            pairs = zip(outputs, like, strict=True)
+            outputs = tuple(own if full is None or full.numel else full for own, full in pairs)
         name = self.fresh(name)
         is_view = _is_view(target) or (target == GETITEM and args[0].name in self._several_views)
         alias = args[0].name if is_view else None
@@ -116,6 +122,7 @@ class Emitter:
     def keep(self, op: Op, origin: Origin) -> None:
         """Append an op as it is."""
         self.made[op.name] = op
+        self._names.add(op.name)
         self.ops.append((op, origin))
         self.outputs[op.name] = op.outputs
         if len(op.outputs) == 1 and op.outputs[0] is not None:
@@ -149,8 +156,8 @@ class Emitter:
         return f"({', '.join(map(self._text, arg))})" if isinstance(arg, tuple) else repr(arg)
 
     def _called(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
-        given = [self._decoded(arg) for arg in args]
-        named = {key: self._decoded(arg) for key, arg in kwargs}
+        given = [decoded(arg, self._empty, "meta") for arg in args]
+        named = {key: decoded(arg, self._empty, "meta") for key, arg in kwargs}
         function: Any = torch.Tensor.view if target in VIEWS else overload(target)
         try:
             with torch.no_grad():
@@ -158,14 +165,10 @@ class Emitter:
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
             raise MisfitError(f"{target}: {error}") from error
         several = made if isinstance(made, (tuple, list)) else (made,)
-        return tuple(_spec(one) if isinstance(one, torch.Tensor) else None for one in several)
+        return tuple(spec_of(one) if isinstance(one, torch.Tensor) else None for one in several)
 
-    def _decoded(self, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return _empty(self.specs[arg.name])
-        if isinstance(arg, Const):
-            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.text)
-        return [self._decoded(item) for item in arg] if isinstance(arg, tuple) else arg
+    def _empty(self, name: str) -> torch.Tensor:
+        return empty_of(self.specs[name], "meta")
 
     # --- what changes a placement ---------------------------------------------------------------------------
 
@@ -298,15 +301,3 @@ def _is_view(target: str) -> bool:
         return True
     function = overload(target) if target.startswith("aten.") else None
     return function is not None and returns_view(function)
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.stride is None:
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
-    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    stride = None if tensor.is_contiguous() else tuple(int(n) for n in tensor.stride())
-    return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."), stride)

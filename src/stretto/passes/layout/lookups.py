@@ -20,18 +20,16 @@ def own_rows(out: Emitter, index: str, rows: int) -> tuple[str, str]:
     rank = out.emit(INDEX, out.axis, out.size, name=f"{index}_rank")
     first = out.emit("aten.mul.Tensor", Ref(rank), rows, name=f"{index}_first")
     local = out.emit("aten.sub.Tensor", Ref(index), Ref(first), name=f"{index}_local")
-    below = out.emit("aten.lt.Scalar", Ref(local), 0, name=f"{index}_below")
-    above = out.emit("aten.ge.Scalar", Ref(local), rows, name=f"{index}_above")
-    elsewhere = out.emit("aten.bitwise_or.Tensor", Ref(below), Ref(above), name=f"{index}_elsewhere")
+    elsewhere = outside(out, local, rows)
     own = out.emit("aten.masked_fill.Scalar", Ref(local), Ref(elsewhere), 0, name=f"{index}_own")
     return own, elsewhere
 
 
 def outside(out: Emitter, index: str, rows: int) -> str:
-    """Which indices are of no row at all."""
-    below = out.emit("aten.lt.Scalar", Ref(index), 0, name=f"{index}_negative")
-    above = out.emit("aten.ge.Scalar", Ref(index), rows, name=f"{index}_beyond")
-    return out.emit("aten.bitwise_or.Tensor", Ref(below), Ref(above), name=f"{index}_unknown")
+    """Which indices are of none of so many rows."""
+    below = out.emit("aten.lt.Scalar", Ref(index), 0, name=f"{index}_below")
+    above = out.emit("aten.ge.Scalar", Ref(index), rows, name=f"{index}_above")
+    return out.emit("aten.bitwise_or.Tensor", Ref(below), Ref(above), name=f"{index}_outside")
 
 
 def _wide(out: Emitter, mask: str) -> str:

@@ -24,14 +24,22 @@ NONE, MEAN = 0, 1
 """How PyTorch numbers reductions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenLoss:
-    """The ops of one loss. nll_backward, backward: None in an evaluation."""
+    """The ops of one loss; nll_grad, logits_grad: of the backward, None in an evaluation. is_split: whether
+    ranks have columns of the logits. Names of values that the gradient needs come with the forward."""
 
     log_softmax: Op
     nll: Op
-    nll_backward: Op | None
-    backward: Op | None
+    nll_grad: Op | None
+    logits_grad: Op | None
+    is_split: bool = False
+    exps: str = ""
+    factor: str = ""
+    own: str = ""
+    elsewhere: str = ""
+    ignored: str = ""
+    total: str = ""
 
     @property
     def logits(self) -> str:
@@ -41,65 +49,9 @@ class TokenLoss:
     def target(self) -> str:
         return self.nll.args[1].name  # type: ignore[no-any-return]
 
-    @property
-    def reduction(self) -> int:
-        return int(self.nll.args[3])
-
-    @property
-    def ignored(self) -> int:
-        return int(self.nll.args[4])
-
-
-def token_losses(ops: Iterable[Op], uses: Mapping[str, Sequence[Op]]) -> dict[str, TokenLoss]:
-    """Step 1. uses: value -> the ops that read it. Returns each loss by the names of its ops."""
-    result: dict[str, TokenLoss] = {}
-    for op in ops:
-        loss = _token_loss(op, uses) if op.target == LOG_SOFTMAX else None
-        if loss is not None:
-            parts = (loss.log_softmax, loss.nll, loss.nll_backward, loss.backward)
-            result.update((part.name, loss) for part in parts if part is not None)
-    return result
-
-
-def _token_loss(op: Op, uses: Mapping[str, Sequence[Op]]) -> TokenLoss | None:
-    made = op.outputs[0]
-    if made is None or len(made.shape) != 2 or op.args[1] % 2 != 1 or op.args[2]:
-        return None
-    by_target: dict[str, list[Op]] = {}
-    for user in uses.get(op.name, ()):
-        by_target.setdefault(user.target, []).append(user)
-    nll, *more = by_target.pop(NLL, [None])
-    nll_backward, *others = by_target.pop(NLL_BACKWARD, [None])
-    backward, *rest = by_target.pop(LOG_SOFTMAX_BACKWARD, [None])
-    if nll is None or more or others or rest or by_target or nll.args[2] is not None:
-        return None
-    if (nll_backward is None) != (backward is None):
-        return None
-    if nll_backward is not None and backward is not None:
-        alike = nll_backward.args[2:6] == nll.args[1:5]
-        alone = [user.name for user in uses.get(nll_backward.name, ())] == [backward.name]
-        if not alike or not alone or backward.args[1] != Ref(op.name) or backward.outputs[0] is None:
-            return None
-        if backward.outputs[0].dtype != made.dtype:
-            return None
-    return TokenLoss(op, nll, nll_backward, backward)
-
-
-@dataclass(slots=True)
-class SplitLoss:
-    """Steps 2 and 3 of one loss. Names of values that the gradient needs come with the forward."""
-
-    loss: TokenLoss
-    exps: str = ""
-    factor: str = ""
-    own: str = ""
-    elsewhere: str = ""
-    ignored: str = ""
-    total: str = ""
-
     def forward(self, out: Emitter, logits: str, target: str) -> tuple[str, str]:
         """Step 2: the loss, and how many tokens it counts. logits: a rank's columns."""
-        start = self.loss.nll.name
+        start = self.nll.name
 
         def op(what: str, name: str, *args: Arg, **kwargs: Arg) -> str:
             return out.emit(f"aten.{name}", *args, name=f"{start}_{what}", kwargs=kwargs)
@@ -132,7 +84,7 @@ class SplitLoss:
         hit = op("hit", "sub.Tensor", ref(op("hits", "sum.dim_IntList", ref(hits), (0,))), ref(top))
         mine_off = op("own_scale", "exp.default", ref(op("own_off", "sub.Tensor", ref(highest), ref(top))))
         self.factor = op("factor", "div.Tensor", ref(mine_off), ref(total))
-        self.ignored = op("ignored", "eq.Scalar", ref(target), self.loss.ignored)
+        self.ignored = op("ignored", "eq.Scalar", ref(target), self.nll.args[4])
         counts = op("counts", "bitwise_not.default", ref(self.ignored))
         unknown = op(
             "no_token", "bitwise_and.Tensor", ref(outside(out, target, part * out.size)), ref(counts)
@@ -143,24 +95,24 @@ class SplitLoss:
         each = op("tokens", "masked_fill.Scalar", ref(each), ref(unknown), math.nan)
         number = op("number", "sum.default", ref(counts))
         self.total = op("count", "_to_copy.default", ref(number), dtype=Const("dtype", dtype))
-        if self.loss.reduction == NONE:
+        if self.nll.args[3] == NONE:
             return each, self.total
         result = op("sum", "sum.default", ref(each))
-        if self.loss.reduction == MEAN:
+        if self.nll.args[3] == MEAN:
             result = op("mean", "div.Tensor", ref(result), ref(self.total))
         return result, self.total
 
     def backward(self, out: Emitter, grad: str, spec: TensorSpec) -> str:
         """Step 3: the gradient of a rank's columns. grad: of the loss; spec: of the target."""
-        assert self.loss.backward is not None
-        start = self.loss.backward.name
+        assert self.logits_grad is not None
+        start = self.logits_grad.name
 
         def op(what: str, name: str, *args: Arg) -> str:
             return out.emit(f"aten.{name}", *args, name=f"{start}_{what}" if what else start)
 
-        if self.loss.reduction == MEAN:
+        if self.nll.args[3] == MEAN:
             grad = op("mean", "div.Tensor", Ref(grad), Ref(self.total))
-        if self.loss.reduction != NONE:
+        if self.nll.args[3] != NONE:
             grad = op("each", "expand.default", Ref(grad), spec.shape)
         grad = op("counted", "masked_fill.Scalar", Ref(grad), Ref(self.ignored), 0.0)
         hit = op("hit", "masked_fill.Scalar", Ref(grad), Ref(self.elsewhere), 0.0)
@@ -170,3 +122,39 @@ class SplitLoss:
         place = op("place", "unsqueeze.default", Ref(self.own), 1)
         source = op("source", "unsqueeze.default", Ref(op("less", "neg.default", Ref(hit))), 1)
         return op("", "scatter_add.default", Ref(soft), 1, Ref(place), Ref(source))
+
+
+def token_losses(ops: Iterable[Op], uses: Mapping[str, Sequence[Op]]) -> dict[str, TokenLoss]:
+    """Step 1. uses: value -> the ops that read it. Returns each loss by the names of its ops."""
+    found = (_token_loss(op, uses) for op in ops if op.target == LOG_SOFTMAX)
+    return {
+        part.name: loss
+        for loss in found
+        if loss is not None
+        for part in (loss.log_softmax, loss.nll, loss.nll_grad, loss.logits_grad)
+        if part is not None
+    }
+
+
+def _token_loss(op: Op, uses: Mapping[str, Sequence[Op]]) -> TokenLoss | None:
+    made = op.outputs[0]
+    if made is None or len(made.shape) != 2 or op.args[1] % 2 != 1 or op.args[2]:
+        return None
+    by_target: dict[str, list[Op]] = {}
+    for user in uses.get(op.name, ()):
+        by_target.setdefault(user.target, []).append(user)
+    nll, *more = by_target.pop(NLL, [None])
+    nll_backward, *others = by_target.pop(NLL_BACKWARD, [None])
+    backward, *rest = by_target.pop(LOG_SOFTMAX_BACKWARD, [None])
+    if nll is None or more or others or rest or by_target or nll.args[2] is not None:
+        return None
+    if (nll_backward is None) != (backward is None):
+        return None
+    if nll_backward is not None and backward is not None:
+        alike = nll_backward.args[2:6] == nll.args[1:5]
+        alone = [user.name for user in uses.get(nll_backward.name, ())] == [backward.name]
+        if not alike or not alone or backward.args[1] != Ref(op.name) or backward.outputs[0] is None:
+            return None
+        if backward.outputs[0].dtype != made.dtype:
+            return None
+    return TokenLoss(op, nll, nll_backward, backward)

@@ -13,7 +13,6 @@ from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
 from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SHARED_OP, SLICE, Emitter
-from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
 from stretto.passes.layout.placement import (
     HIGHEST,
     REPLICATED,
@@ -22,6 +21,7 @@ from stretto.passes.layout.placement import (
     local_shape,
     sharded,
 )
+from stretto.passes.layout.program import LIKE, NEW, SIZE_AT
 
 CAT = "aten.cat.default"
 SPLITS = ("aten.split.Tensor", "aten.split_with_sizes.default")
@@ -101,9 +101,8 @@ def emit_op(choice: Choice, size: int) -> Emit:
         if sized == 1 and "view" in op.target and not out.viewable(args[0].name, args[1]):
             args[0] = Ref(out.contiguous(args[0].name))
         parts = size if any(p.is_sharded for p in (*choice.inputs, *choice.outputs)) else 1
-        name = out.emit(
-            op.target, *args, name=op.name, kwargs=kwargs, flops=op.flops // parts, random=op.random
-        )
+        flops, drawn, like = op.flops // parts, op.random, op.outputs
+        name = out.emit(op.target, *args, name=op.name, kwargs=kwargs, flops=flops, random=drawn, like=like)
         return (name,)
 
     return emit

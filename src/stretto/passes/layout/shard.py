@@ -24,10 +24,9 @@ from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.choices import OpChoices
 from stretto.passes.layout.decomposed import DECOMPOSED, Sub
 from stretto.passes.layout.emit import Emitter, MisfitError
-from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss, token_losses
-from stretto.passes.layout.op_groups import SAME_DATA
+from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, TokenLoss, token_losses
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
-from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.program import SAME_DATA, StepProgram
 from stretto.passes.layout.rules import Choice, Rule, emit_op
 from stretto.passes.layout.values import Values
 
@@ -127,7 +126,6 @@ class _Walk:
             self.values, ahead, self.asked, self.wanted, later, size, own.rules, own.of_time
         )
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
-        self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
         self.taken = {(op.args[0].name, op.args[1]): op.name for op, _ in program.ops if op.target == GETITEM}
         self.gathered: list[Gathered] = []
@@ -308,23 +306,22 @@ class _Walk:
     def _of_split_loss(self, op: Op, loss: TokenLoss) -> bool:
         """A cross-entropy of logits that are sharded along the vocabulary; False for others."""
         values = self.values
-        if op.target == LOG_SOFTMAX and values.placed[loss.logits] == sharded(1):
-            self.split[op.name] = SplitLoss(loss)
-        state = self.split.get(loss.log_softmax.name)
-        if state is None:
+        if op.target == LOG_SOFTMAX:
+            loss.is_split = values.placed[loss.logits] == sharded(1)
+        if not loss.is_split:
             return False
         if op.target == NLL:
             columns, target = values.form(loss.logits, sharded(1)), values.form(loss.target, REPLICATED)
             self.parts[op.name] = []
-            for k, local in enumerate(state.forward(self.out, columns, target)):
+            for k, local in enumerate(loss.forward(self.out, columns, target)):
                 name = self.taken.get((op.name, k), "")
                 if name:
                     values.add(name, op.outputs[k], local, REPLICATED)
                 self.parts[op.name].append(name)
-        elif loss.backward is not None and op.name == loss.backward.name:
-            assert loss.nll_backward is not None
-            grad = values.form(loss.nll_backward.args[0].name, REPLICATED)
-            local = state.backward(self.out, grad, values.spec[loss.target])
+        elif op is loss.logits_grad:
+            assert loss.nll_grad is not None
+            grad = values.form(loss.nll_grad.args[0].name, REPLICATED)
+            local = loss.backward(self.out, grad, values.spec[loss.target])
             values.add(op.name, op.outputs[0], local, sharded(1))
         return True
 

@@ -20,7 +20,6 @@ from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, COPIES, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import (
     PARTIAL,
     REPLICATED,
@@ -29,6 +28,7 @@ from stretto.passes.layout.placement import (
     fits,
     sharded,
 )
+from stretto.passes.layout.program import SAME_DATA
 from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
 
 

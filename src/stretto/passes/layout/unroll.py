@@ -30,9 +30,8 @@ from stretto.passes.layout.emit import (
     Emitter,
     MisfitError,
 )
-from stretto.passes.layout.op_groups import SIZE_AT
 from stretto.passes.layout.placement import AxisPlacement
-from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.layout.program import SIZE_AT, Origin, StepProgram
 from stretto.passes.layout.rules import SPLITS
 from stretto.passes.layout.shard import ShardedProgram
 from stretto.passes.rewrite import with_uses

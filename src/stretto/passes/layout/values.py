@@ -13,9 +13,8 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE
 from stretto.ir.program import Op, TensorSpec
 from stretto.passes.layout.emit import Emitter, MisfitError
-from stretto.passes.layout.op_groups import SAME_DATA, ZEROS
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, local_shape
-from stretto.passes.layout.program import Origin
+from stretto.passes.layout.program import SAME_DATA, ZEROS, Origin
 from stretto.passes.layout.rules import emit_op, full
 
 STAYS = 1e6
