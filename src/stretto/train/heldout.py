@@ -63,9 +63,9 @@ class Evaluation:
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, cp, ep nor AMPipe shards the model. layout: in
-        place of these two, where it is known. order, steps, search_s, kept: as in `stretto.plan`, for its
-        forwards.
+        captured with; `parallel` may be left out where neither tp, cp, ep nor AMPipe shards the model.
+        layout: in place of these two, where it is known. order, steps, search_s, kept: as in `stretto.plan`,
+        for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
