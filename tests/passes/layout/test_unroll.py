@@ -16,7 +16,7 @@ from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.attention import CUDNN, FLASH, IN_CHUNKS, backward_of
 from stretto.passes.layout.placement import sharded
 from stretto.passes.layout.program import Origin, StepProgram
-from stretto.passes.layout.shard import shard
+from stretto.passes.layout.shard import AxisRules, shard
 from stretto.passes.layout.unroll import unroll
 
 
@@ -57,7 +57,7 @@ def test_members_of_a_made_up_axis_one_behind_another_are_the_step(members: Sequ
     model, x = Windows().double(), torch.randn(12, 8).double()
     program = program_of(trace(model, x, lambda m, rows: m(rows)))
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
-    made = shard(program, "turns", sum(members), {}, {stream: sharded(0)}, of_time={})
+    made = shard(program, "turns", sum(members), {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     unrolled = unroll(made, "turns", members)
     (leaf,) = (name for name in program.given if name.startswith("batch/"))
     given = {leaf: x, "tangent": torch.ones(()).double()}
@@ -73,7 +73,7 @@ def test_what_draws_is_drawn_once_and_keeps_its_name() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 2))
     program = program_of(trace(model, torch.zeros(12, 8), lambda m, rows: m(rows).square().sum()))
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
-    made = shard(program, "turns", 3, {}, {stream: sharded(0)}, of_time={})
+    made = shard(program, "turns", 3, {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     one, other = (
         [(op.name, op.outputs) for op, _ in p.ops if op.random]
         for p in (program, unroll(made, "turns", (1, 1, 1)).program)
@@ -113,7 +113,7 @@ def test_behind_the_first_chunk_cudnns_attention_is_flash_attention() -> None:
         {},
     )
     wishes = {name: sharded(2) for name in "qkv"}
-    made = shard(program, "chunk", 3, {}, wishes, of_time=IN_CHUNKS)
+    made = shard(program, "chunk", 3, {}, wishes, own=AxisRules(rules=IN_CHUNKS, of_time=True))
     targets = [op.target for op, _ in unroll(made, "chunk", (1, 1, 1)).program.ops]
     kernels = [target for target in targets if "attention" in target]
     both = (CUDNN, FLASH, FLASH)
