@@ -36,18 +36,18 @@ def traced(heads: int, dtype: torch.dtype | None) -> Traced:
 
 
 def targets(found: Traced) -> list[str]:
-    return [item.op.target for item in found.ops]
+    return [op.target for op, _ in found.program.ops]
 
 
 def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backward() -> None:
     found = traced(2, torch.bfloat16)
-    assert found.device == "cuda"
+    assert found.job.device == "cuda"
     assert targets(found).count(FLASH) == 2
     assert targets(found).count(FLASH.replace(".default", "_backward.default")) == 2
-    (spec,) = {i.op.outputs[0] for i in found.ops if i.op.target == FLASH}
+    (spec,) = {op.outputs[0] for op, _ in found.program.ops if op.target == FLASH}
     assert spec is not None
     assert spec.shape == (2, 2, 16, 16)
-    assert all(item.op.flops > 0 for item in found.ops if "flash_attention" in item.op.target)
+    assert all(op.flops > 0 for op, _ in found.program.ops if "flash_attention" in op.target)
 
 
 @pytest.mark.parametrize(
