@@ -84,8 +84,9 @@ def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
 
 def test_layer_norms_keep_their_statistics_in_float32() -> None:
     found = traced(2, torch.bfloat16)
-    norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
-    parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
+    ops = [op for op, _ in found.program.ops]
+    norms = {op.name: op for op in ops if op.target == "aten.native_layer_norm.default"}
+    parts = [op for op in ops if op.target == "getitem" and op.args[0].name in norms]
     full = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
     taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
     assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}

@@ -173,7 +173,7 @@ def test_batches_are_trees() -> None:
         "empty": torch.zeros(8, 0),
     }
     found = trace(model, batch, mean_square, microbatches=4)
-    assert [name for name, _ in found.batch] == ["ids", "mask", "nested.pair.1.0", "empty"]
+    assert [name for name, _ in found.job.batch] == ["ids", "mask", "nested.pair.1.0", "empty"]
     plan = plan_of(evenly(found, 2, 4), "zb-h1")
     assert_equal(run(plan, model, batch), plain(model, batch, mean_square), 1e-10)
 

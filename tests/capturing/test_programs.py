@@ -185,6 +185,6 @@ def test_heads_that_share_keys_count_the_same_work_as_heads_with_keys_of_their_o
     counted = []
     for own in (False, True):
         found = trace(_Attends(own), x, lambda model, batch: model(batch).square().mean(), microbatches=1)
-        counted.append([i.op.flops for i in found.ops if "scaled_dot_product" in i.op.target])
+        counted.append([op.flops for op, _ in found.program.ops if "scaled_dot_product" in op.target])
     product = 2 * 2 * 4 * 6 * 6 * 8  # multiply and add, batch, heads, rows, keys, width
     assert counted == [[2 * product, 5 * product]] * 2
