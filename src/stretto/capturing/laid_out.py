@@ -1,10 +1,11 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
-   leaves (`stretto.passes.layout.context`). The sequence is cut in chunks (`stretto.passes.layout.chunks`),
-   and a rank's ops come in the place of modules of experts (`stretto.capturing.experts`). Placements of
-   parameters over tp come from the plan (`stretto.parallelize.tensor`); with sequence parallelism, what
-   enters the first block is sharded along the sequence.
+1. Axes are passes in turn. Ranks keep parameters of their own experts. Context-parallel ranks share the
+   sequence of the batch's leaves (`stretto.passes.layout.context`). The sequence is cut in chunks
+   (`stretto.passes.layout.chunks`), and a rank's ops come in the place of modules of experts
+   (`stretto.capturing.experts`). Placements of parameters over tp come from the plan
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -18,20 +19,27 @@ import torch
 from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
-from stretto.capturing.experts import by_chunk, with_experts
+from stretto.capturing.experts import along_experts, by_chunk, with_experts
 from stretto.capturing.graph import SEEN, Traced, passed
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import CP, TENSOR
+from stretto.ir.axes import CP, EP, TENSOR
 from stretto.ir.op_names import ATTENTION
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Shard
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
-from stretto.passes.layout.context import rows_of_masks, rules_of, sequence_of, sequences, with_plain_lse
+from stretto.passes.layout.context import (
+    rows_of_masks,
+    rules_of,
+    sequence_of,
+    sequences,
+    with_own_tokens,
+    with_plain_lse,
+)
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -62,8 +70,11 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
         return made.program
 
     try:
+        if layout.experts is not None:
+            program = along(EP.name, along_experts(program, layout, model))
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
+            program = with_own_tokens(program, CP.name)
         wishes = stream(program, layout)
         if layout.chunks is not None:
             chunked = _in_chunks(program, layout, _may_be_partial(traced))

@@ -45,7 +45,8 @@ from stretto.capturing.substitutes import (
 )
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Buffer, Constant, Job, Parameter
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.expert_op import as_one_op
+from stretto.parallelize.layout import Layout, part_shapes
 from stretto.passes import check_names
 from stretto.passes.layout.program import StepProgram
 
@@ -79,7 +80,7 @@ class _TraceSetup:
 
     def fake_state(self) -> AbstractContextManager[None]:
         """As `torch_adapter.fake_state`, for this model."""
-        parts = self.layout.part_shapes(self.model)
+        parts = part_shapes(self.model, self.layout.tensor)
         return torch_adapter.fake_state(self.model, self.mode, self.at, self.param_dtype, parts)
 
 
@@ -231,7 +232,7 @@ def _exported(setup: _TraceSetup, repeats: bool) -> tuple[JointGraph, Reads, Ste
     with (
         setup.fake_state(),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        layout.applied(model),
+        as_one_op(model, layout.mixtures),
     ):
         layers = layers_of(model) if repeats else None
         with explained(model, passed=(NotRepeatedError,), loss=setup.loss):
