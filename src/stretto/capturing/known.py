@@ -122,7 +122,7 @@ class Known:
         if key not in self._answers:
             try:
                 with of_constants():
-                    self._answers[key] = question(_made_again(recipe))
+                    self._answers[key] = question(_made_again(recipe, {}))
             except Exception:  # of a call that real tensors refuse, nothing is known
                 self._answers[key] = None
         answer: Answer | None = self._answers[key]
@@ -193,35 +193,25 @@ def _version(x: Tensor) -> int | None:
         return None
 
 
-def _made_again(recipe: KnownRecipe) -> Tensor:
-    """Step 3. Raises NotConstantError where that makes too much, or something else."""
-    order: dict[int, KnownRecipe] = {}
-    _needed(recipe, order)
-    if sum(one.nbytes for one in order.values()) > MOST_BYTES:
-        raise NotConstantError
-    values: dict[int, Tensor] = {}
-    for one in order.values():
-        leaves = [_real(leaf, values, one.writes) for leaf in one.leaves]
-        args, kwargs = tree_unflatten(leaves, one.form)
-        made = one.function(*args, **kwargs)
-        value = args[0] if one.at is None else made if isinstance(made, Tensor) else made[one.at]
-        if tuple(value.shape) != one.shape or value.dtype != one.dtype or value.device.type != "cpu":
+def _made_again(recipe: KnownRecipe, values: dict[int, Tensor]) -> Tensor:
+    """Step 3. values: what has been made, by number. Raises NotConstantError where that makes too much, or
+    something else."""
+    if recipe.number not in values:
+        leaves = [_real(leaf, values, recipe.writes) for leaf in recipe.leaves]
+        if recipe.nbytes + sum(value.nbytes for value in values.values()) > MOST_BYTES:
             raise NotConstantError
-        values[one.number] = value
+        args, kwargs = tree_unflatten(leaves, recipe.form)
+        made = recipe.function(*args, **kwargs)
+        value = args[0] if recipe.at is None else made if isinstance(made, Tensor) else made[recipe.at]
+        if tuple(value.shape) != recipe.shape or value.dtype != recipe.dtype or value.device.type != "cpu":
+            raise NotConstantError
+        values[recipe.number] = value
     return values[recipe.number]
 
 
-def _needed(recipe: KnownRecipe, order: dict[int, KnownRecipe]) -> None:
-    if recipe.number not in order:
-        for leaf in recipe.leaves:
-            if isinstance(leaf, KnownRecipe):
-                _needed(leaf, order)
-        order[recipe.number] = recipe
-
-
-def _real(leaf: Any, values: Mapping[int, Tensor], copies: bool) -> Any:
+def _real(leaf: Any, values: dict[int, Tensor], copies: bool) -> Any:
     if isinstance(leaf, KnownRecipe):
-        known = values[leaf.number]
+        known = _made_again(leaf, values)
         return known.clone() if copies else known
     if isinstance(leaf, _Blank):
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
