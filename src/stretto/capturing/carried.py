@@ -120,28 +120,24 @@ class ForwardCalls:
         except Exception as error:
             raise carried from error
         results = self._results(again)
-        if any(results.get(key) != number for key, number in self._results(joint).items()):
+        if any(results.get(root) != number for root, number in self._results(joint).items()):
             raise carried
 
-    def _results(self, joint: JointGraph) -> dict[tuple[str, str], int]:
+    def _results(self, joint: JointGraph) -> dict[str, int]:
         result = self._numbered(joint.module.graph, joint.module, joint.inputs)
-        made = {(kind, name): node for kind, name, node in joint.outputs if node is not None}
-        return {key: result[node][0] for key, node in made.items()}
+        return {root: result[node][0] for root, node in joint.outputs.items()}
 
     def _numbered(
-        self,
-        graph: torch.fx.Graph,
-        owner: Any,
-        inputs: Mapping[torch.fx.Node, tuple[str, str | int]],
+        self, graph: torch.fx.Graph, owner: Any, inputs: Mapping[torch.fx.Node, str]
     ) -> dict[torch.fx.Node, tuple[int, bool]]:
         """Step 2: node -> (its number, whether it depends on constants alone)."""
         result: dict[torch.fx.Node, tuple[int, bool]] = {}
         drawn = 0
         for node in graph.nodes:
             if node.op == "placeholder":
-                kind, name = inputs.get(node, ("", node.name))
-                number = self._numbers.get(id(self._left.get(str(name)))) if kind == "buffer" else None
-                result[node] = self._number(("input", kind, name)) if number is None else number, False
+                name = inputs.get(node, node.name)
+                number = self._numbers.get(id(self._left.get(name.removeprefix("buffer/"))))
+                result[node] = self._number(("input", name)) if number is None else number, False
             elif node.op == "get_attr":
                 value = owner
                 for part in str(node.target).split("."):

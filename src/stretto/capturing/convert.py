@@ -6,7 +6,7 @@ Knows one node at a time, and nothing of what the step is for. Touches PyTorch b
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,39 +20,33 @@ from stretto.capturing.explain import CONTROL_FLOW
 from stretto.capturing.graph import JointGraph
 from stretto.capturing.torch_adapter import SEGMENT, mark_of
 from stretto.errors import CaptureError
-from stretto.ir.axes import TENSOR
-from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.ops import NAMESPACE
-from stretto.passes.layout.program import Origin
+from stretto.passes.layout.program import Origin, StepProgram
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
-
-PYTORCHS_ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
-PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
-"""Those of them that programs have. The gradient of an all-to-all is one."""
 
 SAME_AS = {"aten._efficientzerotensor.default": "aten.zeros.default"}
 """Ops that others replace: forward-mode derivatives make zeros that have no storage."""
 
 
-def convert(
-    joint: JointGraph,
-    names: dict[torch.fx.Node, str],
-    ranks: int = 1,
-) -> tuple[list[tuple[Op, Origin]], list[Constant]]:
-    """All nodes in order; puts the ops' names into `names`. ranks: of each
-    mesh that the program is on.
+def convert(joint: JointGraph, leaves: Sequence[str]) -> tuple[StepProgram, tuple[Constant, ...]]:
+    """The program of a graph, and the constants that it reads. leaves: names of the batch's, by position.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
     """
     ops: list[tuple[Op, Origin]] = []
     constants: list[Constant] = []
-    roots: dict[str, str] = {}
+    owners: dict[str, str] = {}
     backward = False
-    tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
+    names = dict(joint.inputs)
+    for node, name in joint.inputs.items():
+        if name.startswith("batch/"):
+            names[node] = f"batch/{leaves[int(name.removeprefix('batch/'))]}"
+    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    tainted = {node for node, name in joint.inputs.items() if name == "tangent"}
     for node in joint.module.graph.nodes:
         segment = mark_of(node, SEGMENT)
         module = joint.segments[segment] if segment is not None else ""
@@ -64,13 +58,15 @@ def convert(
             if node.op != "call_function" or ("val" not in node.meta and not node.users):
                 continue  # an assertion on values makes nothing that anyone needs
             names[node] = node.name
-            op = _op(node, names, roots, ranks)
+            op = _op(node, names, owners)
         except CaptureError as error:
             raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
         backward = backward or any(source in tainted for source in node.all_input_nodes)
-        roots[op.name] = op.alias if op.alias is not None else op.name
+        owners[op.name] = op.alias if op.alias is not None else op.name
         ops.append((replace(op, module=module), Origin(segment, backward)))
-    return ops, constants
+    given |= {f"const/{constant.name}": constant.spec for constant in constants}
+    roots = {root: names[node] for root, node in joint.outputs.items()}
+    return StepProgram(tuple(ops), given, roots, {}), tuple(constants)
 
 
 LAZY = {"aten._conj.default": "aten.conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
@@ -78,7 +74,7 @@ LAZY = {"aten._conj.default": "aten.conj_physical.default", "aten._neg_view.defa
 what computes them at once."""
 
 
-def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str], ranks: int) -> Op:
+def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str]) -> Op:
     args = tuple(_arg(a, names, node) for a in node.args)
     kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
     value = node.meta["val"]
@@ -109,11 +105,6 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         raise CaptureError(
             f"the model calls {node.target}, which is not an op of the dispatcher: {CONTROL_FLOW}"
         )
-    if str(node.target) == PYTORCHS_ALL_TO_ALL:
-        _check_parts(node, ranks)
-        return Op(node.name, ALL_TO_ALL.target, (args[0], TENSOR, ranks), (), outputs)
-    if str(node.target) == PYTORCHS_WAIT:
-        return Op(node.name, WAIT, args, (), outputs, args[0].name)
     if str(node.target).partition(".")[0] in PYTORCHS_COLLECTIVES:
         raise CaptureError(
             f"the code communicates in a way of its own ({node.target}), which a plan does not have: leave "
@@ -133,20 +124,6 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         random=draws(node.target, node.args, node.kwargs),
         flops=_flops(node),
     )
-
-
-def _check_parts(node: torch.fx.Node, ranks: int) -> None:
-    parts = [tuple(sizes) for sizes in node.args[1:3] if isinstance(sizes, (list, tuple))]
-    if {len(sizes) for sizes in parts} != {ranks}:
-        raise CaptureError(
-            f"an all-to-all is of {len(parts[0]) if parts else 'unknown'} ranks, and the model is sharded "
-            f"over {TENSOR} = {ranks}: exchange between the ranks of a stage's mesh"
-        )
-    if len({size for sizes in parts for size in sizes}) > 1:
-        raise CaptureError(
-            f"an all-to-all has parts of different sizes, {list(parts[1])} rows to send and {list(parts[0])} "
-            "to receive; a captured program has one shape on all ranks: pad the parts to one size"
-        )
 
 
 def _communication(

@@ -20,7 +20,7 @@ from stretto.backend.specs import empty_of
 from stretto.capturing import torch_adapter
 from stretto.capturing.convert import convert
 from stretto.capturing.equal import differing
-from stretto.capturing.graph import SEEN, Traced
+from stretto.capturing.graph import GRAD, LOSS, SEEN, UPDATE, Traced
 from stretto.capturing.outputs import observed_of
 from stretto.errors import CaptureError
 from stretto.ir.axes import EP
@@ -45,13 +45,12 @@ BUFFER, CONST = "buffer/", "const/"
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A module's call and its backward, traced. parameters: names within the module, in the op's order; made:
-    the result; grads: input -> its gradient."""
+    """A module's call and its backward, traced. parameters: names within the module, in the op's order;
+    roots: the result and gradients."""
 
     ops: tuple[tuple[Op, Origin], ...]
     parameters: tuple[str, ...]
-    made: str
-    grads: Mapping[str, str]
+    roots: Mapping[str, str]
     seen: tuple[Metric, ...]
     constants: tuple[Constant, ...]
 
@@ -98,22 +97,14 @@ class ExpertCalls:
             nullcontext() if experts is None else sharded_experts(module, experts, way),
         ):
             joint = torch_adapter.export_call(module, leaves, mode)
-        names = {
-            node: TANGENT if kind == TANGENT else f"{kind}/{key}"
-            for node, (kind, key) in joint.inputs.items()
-        }
-        ops, constants = convert(joint, names)
-        left, seen = observed_of(ops)
-        made, grads = "", {}
-        for kind, key, out in joint.outputs:
-            if kind == "update":
+        program, constants = convert(joint, "012")
+        left, seen = observed_of(program.ops)
+        for root in program.roots:
+            if root.startswith(UPDATE):
+                key = root.removeprefix(UPDATE)
                 raise CaptureError(f"{name} writes into its buffer {key!r}, and experts may write into none")
-            if kind == "loss" and out is not None:
-                made = names[out]
-            elif out is not None:
-                grads[f"param/{key}" if kind == "grad" else f"batch/{key}"] = names[out]
         parameters = tuple(f"param/{key}" for key, _ in module.named_parameters())
-        return _Call(left, parameters, made, grads, seen, tuple(constants))
+        return _Call(left, parameters, program.roots, seen, constants)
 
 
 def with_experts(
@@ -173,7 +164,7 @@ class _Walk:
             names[f"{CONST}{constant.name}"] = f"{CONST}{own.name}"
             self.constants.append(own)
         self._copied(call, names, op, origin)
-        self.now[op.name] = self.out.contiguous(names[call.made])
+        self.now[op.name] = self.out.contiguous(names[call.roots[LOSS]])
         self.seen += [replace(one, module=op.module, value=names[one.value]) for one in call.seen]
         self.forwards[tokens, chosen, weights, op.module] = call, names
 
@@ -182,11 +173,14 @@ class _Walk:
         call, names = self.forwards[(*given, op.module)]
         names[TANGENT] = grad
         self._copied(call, names, op, origin)
+        wanted = {
+            name: f"{GRAD}{name.removeprefix('param/')}" for name in (TOKENS, WEIGHTS, *call.parameters)
+        }
         self.results[op.name] = [
-            self.out.contiguous(names[call.grads[name]])
-            if name in call.grads
+            self.out.contiguous(names[call.roots[root]])
+            if root in call.roots
             else self.out.emit("aten.zeros_like.default", Ref(names[name]), name=f"{op.name}_none")
-            for name in (TOKENS, WEIGHTS, *call.parameters)
+            for name, root in wanted.items()
         ]
 
     def _copied(self, call: _Call, names: dict[str, str], op: Op, origin: Origin) -> None:

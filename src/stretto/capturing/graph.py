@@ -20,16 +20,16 @@ LOSS, COUNT, GRAD, UPDATE, SEEN = "loss", "count", "grad/", "update/", "seen/"
 class JointGraph:
     """Forward and backward as PyTorch exports them, with their calling convention in plain words.
 
-    inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
-    outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
+    inputs: placeholder node -> "param/<name>", "buffer/<name>", "batch/<position>" or "tangent". outputs:
+    root -> node; gradients of leaves of the batch are "grad/batch/<position>".
     segments: the module whose code runs in each segment, by number. borders: stage of a program on several
     meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
     counts, where that is a number.
     """
 
     module: torch.fx.GraphModule
-    inputs: dict[torch.fx.Node, tuple[str, str | int]]
-    outputs: list[tuple[str, str, torch.fx.Node | None]]
+    inputs: dict[torch.fx.Node, str]
+    outputs: dict[str, torch.fx.Node]
     segments: list[str]
     borders: dict[int, int] = field(default_factory=dict)
     count: float | None = None

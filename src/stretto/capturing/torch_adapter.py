@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from stretto.capturing.calls_adapter import OpsSeen, buffers_in_place, replaced
 from stretto.capturing.carried import ForwardCalls
 from stretto.capturing.equal import NotRepeatedError
 from stretto.capturing.explain import at_fault
-from stretto.capturing.graph import JointGraph
+from stretto.capturing.graph import COUNT, GRAD, LOSS, UPDATE, JointGraph
 from stretto.capturing.known import Known
 from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import MeshProgram, OnMeshes
@@ -226,19 +227,10 @@ def export_joint(
     def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
         for name, tensor in left.items():
             step.register_buffer(name, tensor)
-        with ExitStack() as stack:
-            # PyTorch traces the backward in anomaly mode. Whatever is raised there, Ctrl-C too, it then calls
-            # an error of an op "with the traceback of its forward", which here is empty.
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "Error detected in ")
-            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-        return _joint(joint.graph_module, segments, number)
+        return replace(_exported(step, leaves, segments), count=number)
 
     with (
-        torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
-        mode,
-        tracing_state(),
-        fx_traceback.preserve_node_meta(),
+        _exporting(mode),
         segments.hooks(model),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
@@ -261,53 +253,59 @@ def export_call(module: nn.Module, leaves: Sequence[torch.Tensor], mode: FakeTen
         with watched():
             return module(*given)
 
-    step = _ModelAndLoss(module, run)
-    with ExitStack() as stack:
-        for context in (torch.enable_grad(), mode, tracing_state(), fx_traceback.preserve_node_meta()):
-            stack.enter_context(context)
-        stack.enter_context(warnings.catch_warnings())
+    with _exporting(mode):
+        return _exported(_ModelAndLoss(module, run), leaves, _Segments())
+
+
+@contextmanager
+def _exporting(mode: FakeTensorMode) -> Iterator[None]:
+    with (
+        torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
+        mode,
+        tracing_state(),
+        fx_traceback.preserve_node_meta(),
+        warnings.catch_warnings(),
+    ):
+        # PyTorch traces the backward in anomaly mode. Whatever is raised there, Ctrl-C too, it then calls an
+        # error of an op "with the traceback of its forward", which here is empty.
         warnings.filterwarnings("ignore", "Error detected in ")
-        joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
-        return _joint(joint.graph_module, _Segments(), None)
+        yield
 
 
-def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | None) -> JointGraph:
-    inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        inputs[node] = _input(node.meta["desc"])
+def _exported(step: nn.Module, leaves: Leaves, segments: _Segments) -> JointGraph:
+    with ExitStack() as stack:
+        module = aot_export_joint_with_descriptors(stack, step, tuple(leaves)).graph_module
+    inputs = {node: _input(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder")}
     (output,) = module.graph.find_nodes(op="output")
-    outputs = [
-        (*_output(desc), node)
-        for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
-        if desc is not None
-    ]
-    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count)
+    pairs = zip(output.meta["desc"], output.args[0], strict=True)
+    outputs = {_output(desc): node for desc, node in pairs if desc is not None}
+    made = {root: node for root, node in outputs.items() if node is not None}
+    return JointGraph(module, inputs, made, list(segments.names), dict(segments.borders))
 
 
 def _plain(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _input(desc: Any) -> tuple[str, str | int]:
+def _input(desc: Any) -> str:
     if isinstance(desc, described.ParamAOTInput):
-        return "param", _plain(desc.target)
+        return f"param/{_plain(desc.target)}"
     if isinstance(desc, described.BufferAOTInput):
-        return "buffer", _plain(desc.target)
+        return f"buffer/{_plain(desc.target)}"
     if isinstance(desc, described.PlainAOTInput):
-        return "batch", desc.idx
+        return f"batch/{desc.idx}"
     if isinstance(desc, described.TangentAOTInput):
-        return "tangent", ""
+        return "tangent"
     raise CaptureError(f"the graph has an input of a kind that is not supported: {desc}")
 
 
-def _output(desc: Any) -> tuple[str, str]:
+def _output(desc: Any) -> str:
     if isinstance(desc, described.PlainAOTOutput):
-        return ("loss", "count")[desc.idx], ""
+        return (LOSS, COUNT)[desc.idx]
     if isinstance(desc, described.GradAOTOutput):
-        kind, name = _input(desc.grad_of)
-        return ("grad", str(name)) if kind == "param" else ("input grad", str(name))
+        return f"{GRAD}{_input(desc.grad_of).removeprefix('param/')}"
     if isinstance(desc, described.InputMutationAOTOutput):
-        kind, name = _input(desc.mutated_input)
+        kind, _, name = _input(desc.mutated_input).partition("/")
         if kind == "batch":
             raise CaptureError(
                 f"the model writes into the batch in place (tensor {int(name) + 1} of it); "
@@ -318,7 +316,7 @@ def _output(desc: Any) -> tuple[str, str]:
                 f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
                 "so, too): write into a copy, or into a buffer"
             )
-        return "update", str(name)
+        return f"{UPDATE}{name}"
     raise CaptureError(f"the graph has an output of a kind that is not supported: {desc}")
 
 

@@ -12,7 +12,7 @@ The result knows no stages: `stretto.capturing.split` chooses them, `stretto.cap
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -177,7 +177,7 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
 
     counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
     used = {name for op in (*(op for op, _ in program.ops), *counting) for name in op.uses}
-    constants = [constant for constant in constants if f"const/{constant.name}" in used]
+    constants = tuple(constant for constant in constants if f"const/{constant.name}" in used)
     kept = {f"const/{constant.name}" for constant in constants}
     given = {n: spec for n, spec in program.given.items() if n in kept or not n.startswith("const/")}
 
@@ -195,16 +195,16 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
             frozen=not own.requires_grad,
         )
 
-    own = dict(model.named_parameters(remove_duplicate=False))
-    names = [(kind, str(name)) for kind, name in joint.inputs.values()]
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     job = Job(
         name=type(model).__name__,
         microbatches=1,
         stages=(),
         edges=(),
-        parameters=tuple(parameter(name, own[name]) for kind, name in names if kind == "param"),
-        buffers=tuple(Buffer(name, given[f"buffer/{name}"], ()) for kind, name in names if kind == "buffer"),
-        constants=tuple(constants),
+        parameters=tuple(parameter(name, own) for name, own in parameters),
+        buffers=tuple(Buffer(name, given[f"buffer/{name}"], ()) for name in buffers),
+        constants=constants,
         batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=(0, program.roots[LOSS]),
         param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
@@ -221,7 +221,9 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
     return Traced(program, job, tuple(joint.segments), layer_names(model), joint.borders)
 
 
-def _exported(setup: _TraceSetup, repeats: bool) -> tuple[JointGraph, Reads, StepProgram, Sequence[Constant]]:
+def _exported(
+    setup: _TraceSetup, repeats: bool
+) -> tuple[JointGraph, Reads, StepProgram, tuple[Constant, ...]]:
     """Steps 2 and 3: the graph, what of Python was read, and the graph's ops and constants."""
     model, layout = setup.model, setup.layout
     if repeats and not equal_layers(model):
@@ -246,28 +248,16 @@ def _exported(setup: _TraceSetup, repeats: bool) -> tuple[JointGraph, Reads, Ste
                 setup.meshes,
                 setup.param_dtype in HALF,
             )
-    leaf_names = list(setup.leaves)
-    names: dict[torch.fx.Node, str] = {}
-    for node, (kind, key) in joint.inputs.items():
-        name = leaf_names[int(key)] if kind == "batch" else str(key)
-        names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
-    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    ops, constants = convert(joint, names, 1 if setup.meshes is None else setup.meshes.size)
-    given |= {f"const/{constant.name}": constant.spec for constant in constants}
+    program, constants = convert(joint, list(setup.leaves))
     if setup.absent:
-        made = with_cuda_results((op for op, _ in ops), given)
-        ops = [(op, origin) for op, (_, origin) in zip(made, ops, strict=True)]
-    roots: dict[str, str] = {}
-    for kind, key, out in joint.outputs:
-        is_frozen = kind == "grad" and not parameters[key].requires_grad
-        if out is not None and kind in (LOSS, COUNT, "grad", "update") and not is_frozen:
-            roots[f"{kind}/{key}" if key else kind] = names[out]
-    program = StepProgram(tuple(ops), given, roots, ties)
+        made = with_cuda_results((op for op, _ in program.ops), program.given)
+        ops = zip(made, (origin for _, origin in program.ops), strict=True)
+        program = replace(program, ops=tuple(ops))
     program = named(program) if layers is None else expand(program, layers.calls, joint.segments, constants)
-    kinds = {"param": GRAD, "buffer": UPDATE}
-    order = (f"{kinds[kind]}{name}" for kind, name in joint.inputs.values() if kind in kinds)
-    roots = {root: program.roots[root] for root in (LOSS, COUNT, *order) if root in program.roots}
-    return joint, reads, replace(program, roots=roots), constants
+    trained = (f"{GRAD}{name}" for name, p in parameters.items() if p.requires_grad)
+    updates = (f"{UPDATE}{name}" for name, _ in model.named_buffers(remove_duplicate=False))
+    roots = {root: program.roots[root] for root in (LOSS, COUNT, *trained, *updates) if root in program.roots}
+    return joint, reads, replace(program, roots=roots, ties=ties), constants
 
 
 def _device_of(model: nn.Module) -> torch.device:
