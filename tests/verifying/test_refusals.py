@@ -163,10 +163,10 @@ GRID: list[Row] = [
         "job.stages[0].ops.REDUCE_GRAD[3]",
         "there is no",
     ),
-    (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "loss", 6)), "dp.0.0", "Sum the loss"),
-    (op(0, "pp.loss", args=((Ref("step/loss"),), "sum", "dp", 3)), "pp.loss", "Sum the loss"),
-    (sums("dp.0.0", lane="pp 0>1"), "dp.0.0", "joins no parts"),
-    (sums("tied.n0", lane="tied w0.0"), "tied.n0", "of its own"),
+    (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "loss", 6)), "dp.0.0", "not for them"),
+    (op(0, "pp.loss", args=((Ref("step/loss"),), "sum", "dp", 3)), "pp.loss", "not for them"),
+    (sums("dp.0.0", lane="pp 0>1"), "dp.0.0", "not for them"),
+    (sums("tied.n0", lane="tied w0.0"), "tied.n0", "not for them"),
     (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "dp", 2)), "dp.0.0", "is not the sum"),
     (op(0, "dp.0.1", alias="grad/n0"), "dp.0.1", "is not the sum"),
     (op(0, "dp.0.1.sum", outputs=(TensorSpec((131584,), "bfloat16"),)), "dp.0.1.sum", "something else"),
@@ -186,7 +186,7 @@ GRID: list[Row] = [
     (
         window(END, "tp.0.0.sum; dp.0.0.sum; tied.n0; ", "dp.0.0.sum; tied.n0; tp.0.0.sum; "),
         "window 0REDUCE_GRAD 2, tied.n0",
-        "still sums",
+        "has ended",
     ),
     (
         both(
@@ -229,7 +229,7 @@ GRID: list[Row] = [
     (
         window(END, "dp.0.0.sum; ", "dp.0.0.sum; dp.0.0.sum; "),
         "window 0REDUCE_GRAD 2, dp.0.0.sum",
-        "waited for twice",
+        "second time",
     ),
     (
         window(END, "dp.0.1; dp.0.1.sum; ", "dp.0.1.sum; dp.0.1; "),
@@ -408,7 +408,7 @@ def test_sums_that_join_ranks_start_in_one_order() -> None:
         assert fault.rank == 1
         assert "the order here is loss, tied w" in str(fault)
     shared = [str(fault) for fault in plan_faults(sums("tied.w1", lane="tied w0")(plan))]
-    assert "of its own" in shared[0]
+    assert "not for them" in shared[0]
 
 
 def test_microbatches_that_update_one_buffer_do_not_share_a_window() -> None:
