@@ -318,7 +318,7 @@ PAIR: list[Row] = [
     (window("0F+0B", "#1 br0.0; #1 br0.0_w; ", "#1 br0.0_w; #1 br0.0; "), "0F+0B, br0.0_w", "made later"),
     (window("0F+0B", "fr0.0_w; ", "#1 fr0.0_w; "), "", "in its B program"),
     (window("0F+0B", "#1 br0.0_w; ", "br0.0_w; "), "", "in its F program"),
-    (order(0, "run 0F+0B:1,0; ", "run 0F+0B:1,1; "), "run 0F+0B:1,1", "one microbatch"),
+    (order(0, "run 0F+0B:1,0; ", "run 0F+0B:1,1; "), "run 0F+0B:1,1", "binds parts"),
 ]
 LATE: list[Row] = [
     (
@@ -382,7 +382,7 @@ def test_two_phases_of_one_microbatch_share_a_window_that_is_ordered_for_it() ->
     assert plan_faults(plan) == []
     ordered = plan.windows["0I+0W=0,0"]
     [fault] = plan_faults(replace(plan, windows={**plan.windows, ordered.name: replace(ordered, shares=())}))
-    assert str(fault).startswith("rank 0, run 0I+0W=0,0:0,0: overlaps two phases of stage 0")
+    assert str(fault).startswith("rank 0, run 0I+0W=0,0:0,0: binds parts to microbatches as [0, 0]")
 
 
 def test_a_value_that_nothing_brings() -> None:
@@ -441,7 +441,7 @@ def partial_everywhere(of: Job) -> Job:
 
 @pytest.mark.parametrize(
     ("change", "sequence", "word"),
-    [(without_partial, True, "is not summed"), (partial_everywhere, False, "counted 2 times")],
+    [(without_partial, True, "is not summed"), (partial_everywhere, False, "and it is summed")],
 )
 def test_gradients_are_summed_where_they_differ(
     change: Callable[[Job], Job], sequence: bool, word: str

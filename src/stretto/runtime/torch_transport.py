@@ -36,7 +36,7 @@ from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle, Pending, Transport
+from stretto.runtime.transport import Handle, Transport
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -191,7 +191,7 @@ class TorchTransport(Transport):
                 raise self._lost(lane, peer, error) from None
             kept.clear()  # step 5
 
-        return Pending(wait)
+        return Handle(wait)
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
         others = [member for member in self.members.get(lane, ()) if member != self.rank]

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan
-from stretto.ir.program import WAIT
 from stretto.simulating.cards import Moment
 from stretto.simulating.engine import Walk
-from stretto.simulating.windows import Call, ReadyWindow
+from stretto.simulating.windows import Call, Control, ReadyWindow
 from stretto.verifying.messages import deadlock_faults
 from stretto.verifying.trace import EventKind, ends_of, trace_of
 
@@ -53,9 +52,10 @@ def calls_of(plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow]) -> dict[
     for instruction in plan.orders[pp_rank]:
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
-            for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
-                if call is not None and op is not None and op.target != WAIT:
-                    result.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
+            for segment in ready.segments:
+                if segment.control is Control.START and segment.call is not None:
+                    started = segment.call, instruction.microbatches[segment.control_part]
+                    result.setdefault(segment.call.axis, []).append(started)
     return result
 
 

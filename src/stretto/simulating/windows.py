@@ -71,7 +71,6 @@ class ReadyWindow:
     segments: tuple[Segment, ...]
     stretches: tuple[range, ...]
     op_us: tuple[float, ...]
-    ops: tuple[Op | None, ...]
     calls: tuple[Call | None, ...]
 
 
@@ -99,7 +98,7 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
         calls.append(call)
     segments = _segments(plan, window, op_us, ops, calls)
     stretches = tuple(range(segment.first, segment.last) for segment in segments)
-    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(ops), tuple(calls))
+    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(calls))
 
 
 def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
