@@ -184,12 +184,9 @@ def _kept(
         if instruction.kind is not InstructionKind.RUN:
             continue
         window = plan.windows[str(instruction.ref)]
-        if window.bound(instruction.microbatches) != window.shares:
-            given = window.bound(instruction.microbatches)
-            what = (
-                f"binds parts to microbatches as {list(given) or 'all apart'}, but the window's order is for "
-            )
-            what += f"{list(window.shares) or 'all apart'}, and I or W of a microbatch needs its F"
+        if (bound := window.bound(instruction.microbatches)) != window.shares:
+            given, ordered = (list(shares) or "all apart" for shares in (bound, window.shares))
+            what = f"binds parts to microbatches as {given}, but the window's order is for {ordered}"
             yield Fault(rank, str(instruction), what, "Order a window for these microbatches")
             return
         for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True):
