@@ -1,5 +1,5 @@
-"""Processors: one control group for each host with a limit, by the `cpu` controller of version 1 or 2; ends of
-processes.
+"""Processors: one control group for each host with a limit, by the `cpu` controller of version 1 or 2; and
+the ends of processes.
 
 A host with `cpus=0.5` may run for 5 ms in each period of 10 ms. The kernel's default period of 100 ms would
 stop a process for up to 50 ms at a time, longer than many a collective takes. What dead labs left is removed:

@@ -19,6 +19,7 @@ orders can block each other.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from stretto.ir.action import ONCE, Phase
@@ -28,7 +29,7 @@ from stretto.ir.program import STEP_LOSS, WAIT, Op, Parameter
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss, reduction
 from stretto.verifying.fault import Fault
-from stretto.verifying.trace import Event, EventKind, last_runs, trace_of
+from stretto.verifying.trace import Event, EventKind, trace_of
 
 TIES = PIPELINE
 """The axis along which copies of a tied gradient are summed."""
@@ -201,23 +202,22 @@ def _needed(plan: Plan, rank: int, tied: Mapping[str, tuple[int, ...]]) -> dict[
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
     """Tied group, or the loss -> the rank's last run that adds to it, and the last item there that does."""
-    last = last_runs(plan, rank)
+    adding: dict[tuple[int, str | int], list[str]] = defaultdict(list)
+    adding[plan.job.loss].append(STEP_LOSS)
+    for parameter in plan.job.parameters:
+        for stage, _, value in parameter.grads:
+            adding[stage, value].append(parameter.tied_to)
+    inside = {
+        window.name: {
+            name: at
+            for at, item in enumerate(window.items)
+            for name in adding.get((window.parts[item.part][0], item.ref), ())
+        }
+        for window in plan.windows.values()
+    }
     result: dict[str, Position] = {}
-    partial_sums = [(p.tied_to, *grad) for p in plan.job.parameters for grad in p.grads]
-    partial_sums.append((STEP_LOSS, plan.job.loss[0], Phase.F, plan.job.loss[1]))
-    for name, stage, phase, value in partial_sums:
-        at = last.get((stage, phase), -1)
-        if at >= 0:
-            window = plan.windows[str(plan.orders[rank][at].ref)]
-            parts = [k for k, (s, runs) in enumerate(window.parts) if s == stage and phase in runs.programs]
-            adds = [
-                k
-                for k, item in enumerate(window.items)
-                if item.kind is ItemKind.OP and item.ref == value and item.part in parts
-            ]
-            # An op that is missing is a fault of the window.
-            pp_rank = (at, max(adds, default=0))
-            result[name] = max(result.get(name, pp_rank), pp_rank)
+    for at, run, _ in plan.runs(rank):
+        result.update({name: (at, item) for name, item in inside[str(run.ref)].items()})
     return result
 
 
