@@ -56,9 +56,8 @@ def fit_batch(
         if constants.get(path) != known.get(path):
             raise UsageError(
                 f"batch leaf {path!r} is {constants.get(path, 'missing')}, but the plan was captured with "
-                f"{known.get(path, 'none')}: leaves that are no tensors are constants of the plan. Mark a "
-                "number or a tensor that changes stretto.replicated(x), in the captured batch too, or capture "
-                "again"
+                f"{known.get(path, 'none')}: leaves that are no tensors are constants of the plan. Mark what "
+                "changes stretto.replicated(x), in the captured batch too, or capture again"
             )
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():

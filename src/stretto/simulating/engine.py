@@ -183,14 +183,14 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    if call.sums:
+                    if call.op.sums:
                         accounts.keep(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
                 # What has not started only this lane could start: the wait never ends.
                 yield from self._wait(Moment() if started is None else started.done, call.name)
-                if call.sums:
+                if call.op.sums:
                     memory.reduced(call.op)
                     accounts.keep(clock.now_us, memory.bytes_held)
                 elif started is not None:

@@ -31,8 +31,7 @@ class Control(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """An op that starts a collective. key: its stage, phase and name, by which its wait finds it; name: as in
-    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it;
-    sums: whether it sums gradients or the loss, once a step."""
+    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -41,7 +40,6 @@ class Call:
     time: CollectiveTime
     pp_ranks: tuple[int, ...]
     op: Op
-    sums: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +109,7 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     pp_ranks = communicator.ranks if communicator.joins_pp_ranks else ()
     time = collective_time(plan.costs, plan.job, communicator, collective)
     key = (stage, phase, started.name)
-    return Call(
-        *(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started),
-        sums=bool(started.sums),
-    )
+    return Call(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started)
 
 
 def _segments(
