@@ -203,7 +203,9 @@ def test_settings_become_a_gpt() -> None:
     settings = GPTSettings(layers=2, hidden=24, heads=3, context=16, positions="learned", mlp_ratio=2.0)
     model = build_model(settings, vocab_size=61, seed=4)
     assert isinstance(model, GPT)
-    expected = GPTConfig(61, 2, 24, 3, 16, 2.0, positions="learned")
+    expected = GPTConfig(
+        vocab_size=61, layers=2, hidden=24, heads=3, context=16, mlp_ratio=2.0, positions="learned"
+    )
     assert model.config == expected
     assert torch.equal(model.head.weight, GPT(expected, 4).head.weight)
     assert counted_loss_function(settings) is next_token_sum

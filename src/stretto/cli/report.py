@@ -8,7 +8,6 @@ from __future__ import annotations
 import json as json_text
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +33,7 @@ from stretto.report.grid import (
     format_us,
     grid_of,
 )
-from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
+from stretto.report.html import accounts_grid, render, run_findings, run_grids
 from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
@@ -73,18 +72,12 @@ def report(
         raise UsageError(f"--output {output}: its suffix is the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
     result = load_run(path)
-    page = path / REPORT if lacks_page(path) else None
-    if page is not None:
-        with suppress(OSError):  # of a run of somebody else
-            write_page(result)
     files = [] if output is None else [(output, lambda out: writers[out.suffix](result, out))]
     write_and_print(
         files,
         lambda: _print(result),
         lambda out: ops_left_out(_timelines(result), result.plan) if out.suffix == TRACE else "",
     )
-    if page is not None and page.exists():
-        typer.echo(f"The run was killed before it wrote its page.\nwrote {page}")
 
 
 def _print(found: Run) -> None:

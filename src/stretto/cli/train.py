@@ -95,8 +95,8 @@ def make(settings: TrainSettings) -> stretto.Check:
     from stretto.train.job import likely_vocab_size, trained
 
     pieces = settings.parallel.microbatches * settings.parallel.dp
-    of = trained(settings, min(ROWS, settings.training.global_batch // pieces) * pieces)
-    batch = of.batch
+    of = trained(settings)
+    batch = of.train(0, min(ROWS, settings.training.global_batch // pieces) * pieces)
     if settings.task is None:
         # The tokenizer would need the text; any vocabulary will do that the model can be built with.
         generator = torch.Generator().manual_seed(settings.training.seed)

@@ -41,6 +41,11 @@ class DecoderSettings(PretrainedSettings):
     positions: Literal["rotary", "learned"] = "rotary"
     """How a position is encoded: by rotating queries and keys, or by a learned vector."""
 
+    @property
+    def mlp_hidden(self) -> int:
+        """Width of the MLP."""
+        return round(self.hidden * self.mlp_ratio)
+
     @model_validator(mode="after")
     def _heads_fit(self) -> DecoderSettings:
         if self.hidden % self.heads:
@@ -54,7 +59,7 @@ class DecoderSettings(PretrainedSettings):
 
     @model_validator(mode="after")
     def _mlp_fits(self) -> DecoderSettings:
-        if round(self.hidden * self.mlp_ratio) < 1:
+        if self.mlp_hidden < 1:
             raise ValueError(
                 f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
@@ -93,11 +98,21 @@ class MoESettings(DecoderSettings):
     z_weight: float = Field(default=0.001, ge=0)
     """Weight of the loss that keeps routers' scores small."""
 
+    @field_validator("capacity_factor", mode="before")
+    @classmethod
+    def _none_is_dropless(cls, given: Any) -> Any:
+        return 0.0 if given is None else given
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of an expert."""
+        return round(self.hidden * self.expert_ratio)
+
     @model_validator(mode="after")
     def _experts_fit(self) -> MoESettings:
         if self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k} must not be above experts = {self.experts}")
-        if round(self.hidden * self.expert_ratio) < 1:
+        if self.expert_hidden < 1:
             raise ValueError(
                 f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
                 f"give {1 / self.hidden:.3g} or more"

@@ -89,8 +89,6 @@ def _own(folder: Path, name: str) -> dict[str, Any]:
     """The settings of a model that `stretto export` wrote."""
     data = dict(_read(folder))
     data.pop("model_type")
-    if "capacity_factor" in data:
-        data["capacity_factor"] = data["capacity_factor"] or 0.0  # None is dropless
     unknown = [
         key for key in GPTSettings.model_fields if key not in data and key not in ("kind", "pretrained")
     ]

@@ -113,7 +113,7 @@ def _measured(
     say("measuring ops once more")
     mine = profile(job, device, stages, mine)
     source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-    costs = _costs(job, _merged(gather_all(dict(mine.op_us))), communicates, source)
+    costs = _costs(job, merged(gather_all(dict(mine.op_us))), communicates, source)
     by_clock, by_thread = (
         skew_of(gather_all(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
         for name in ("shares", "thread_shares")
@@ -253,8 +253,8 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     return slowest_us / mean_us - 1.0 if mean_us else 0.0
 
 
-def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    """The median of what ranks of one pipeline rank found for each op."""
+def merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
+    """The median of what ranks of one pipeline rank found for each op: all must plan with equal costs."""
     result: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
         for key, us in table.items():

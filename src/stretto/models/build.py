@@ -68,8 +68,8 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         )
     sizes = settings.model_dump(exclude={"kind", "vocab_size", "pretrained"})
     if isinstance(settings, GPTSettings):
-        return GPT(GPTConfig(rows, **sizes), seed)
-    return MoEGPT(MoEConfig(rows, **sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
+        return GPT(GPTConfig(vocab_size=rows, **sizes), seed)
+    return MoEGPT(MoEConfig(vocab_size=rows, **sizes), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:

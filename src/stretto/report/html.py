@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from stretto.files.whole_file import write_file
@@ -20,7 +19,7 @@ from stretto.report.grid import Grid, counted, format_us, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
-from stretto.report.rundir import SUMMARY, Run
+from stretto.report.rundir import Run
 from stretto.report.tables import (
     comparison_grid,
     costliest_grid,
@@ -76,11 +75,6 @@ def render(run: Run) -> str:
         + "\n".join(body)
         + f"\n</main>\n{script}</body></html>\n"
     )
-
-
-def lacks_page(run_dir: Path) -> bool:
-    """Whether a run was killed after its summary, the last of its files but the page."""
-    return (run_dir / SUMMARY).is_file() and not (run_dir / REPORT).exists()
 
 
 def write_page(run: Run) -> None:

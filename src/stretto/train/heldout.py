@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from threading import Lock
@@ -30,6 +28,7 @@ from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.ir.serialize import CODEC, job_text
+from stretto.measure.measured import merged
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
 from stretto.order.policies import BUILT_IN, DEFAULT
@@ -89,12 +88,7 @@ class Evaluation:
 
         def measured() -> Costs:
             mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
-            # Ranks that do equal work measure about the same; all must plan with equal costs.
-            by_op: dict[tuple[int, str], list[float]] = defaultdict(list)
-            for measured in runner.transport.all_gather(dict(mine.op_us)):
-                for op, us in measured.items():
-                    by_op[op].append(us)
-            return replace(rest, op_us={op: statistics.median(times) for op, times in by_op.items()})
+            return replace(rest, op_us=merged(runner.transport.all_gather(dict(mine.op_us))))
 
         def planned() -> Plan:
             return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)

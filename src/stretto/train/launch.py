@@ -39,7 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.files.say import Say, silent
+from stretto.files.say import Say
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -54,7 +54,7 @@ from stretto.train.failure import (
     watching_ranks,
 )
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.job import kept_by, layout_of_run, refuse_early
+from stretto.train.job import kept_by, refuse_early
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
 from stretto.train.task import task_of
@@ -124,17 +124,12 @@ def check_tensorboard(wanted: bool) -> None:
 
 
 def _check(settings: TrainSettings, say: Say) -> None:
-    """Step 1: make the tokens, which every rank then finds ready, and build the model without values, to see
-    whether its layout fits it."""
+    """Step 1: make the tokens, which every rank then finds ready."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-
-    task = task_of(settings, say)
-    with torch.device("meta"):
-        model = task.model()
-    layout_of_run(model, settings, silent)  # rank 0 prints its notes
+    task_of(settings, say)
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))

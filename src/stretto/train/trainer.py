@@ -58,7 +58,6 @@ from stretto.train.results import (
     finish,
     is_finished,
     observed_line,
-    report_again,
     set_earlier_aside,
     speed_line,
 )
@@ -141,7 +140,6 @@ class Trainer:
             for line in check_compatible(*start, settings, task):
                 say(f"note: {line}")
         if self._is_finished(start):
-            report_again(self.world, settings.run_dir, say)
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
                 "training.steps higher to go on, start again with --no-resume, which keeps what is there, or "

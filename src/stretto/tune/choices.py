@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
+from stretto.config.parallel import IDLE
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of, parse_value
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
@@ -34,15 +35,6 @@ AUTO_STAGES = 2
 
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What the backward may compute again, the least first."""
-
-ABOUT = {
-    "tp": ("sequence_parallel", "tp_plan"),
-    "cp": ("cp_kind",),
-    "ep": ("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"),
-    "ampipe_degree": ("ampipe_capacity",),
-}
-"""Keys that settings refuse where the key that they are about is 1: they are left out there."""
-
 
 LONG = 8192
 """Tokens of a sample from which ranks may share them. Assumed: fewer are shared better by other axes."""
@@ -102,11 +94,9 @@ class Candidate:
         usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
         changes |= {"schedule": self.schedule, "recompute": self.recompute}
         changes["virtual_stages"] = None if usual else self.virtual_stages
-        for key, others in ABOUT.items():
-            if changes[key] == 1:
-                changes |= dict.fromkeys(others)
-        if self.layout.ep == self.layout.ampipe_degree == 1:
-            changes["ep_plan"] = None
+        for key, (_, wanted) in IDLE.items():
+            if all(changes[one] == 1 for one in wanted):
+                changes[key] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
         for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute"):
