@@ -159,7 +159,7 @@ def _ops_grid(lines: list[OpLine], title: str) -> Grid:
             (
                 op.name,
                 op.target.removeprefix("aten."),
-                f"{line.reads} → {line.makes}",
+                f"{line.shown['reads']} → {line.shown['makes']}",
                 "; ".join(notes_of(line)),
                 format_bytes(op.nbytes) if op.nbytes else "view" if op.alias is not None else "-",
                 format_flops(op.flops) if op.flops else "-",

@@ -16,9 +16,9 @@ from typing import Any
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, Given, ReadFlags, Tally, read_arguments
+from stretto.convert.arguments import TABLE, ReadFlags, Tally, read_arguments
 from stretto.convert.command import read_command
-from stretto.convert.flags import Fate, Flag
+from stretto.convert.flags import Fate
 from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
 from stretto.convert.training import put_training
@@ -69,7 +69,7 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
     tally = Tally(flags.by_name)
     _put_all(tally, ranks)
     constant = _constant(tally)
-    faults = [*flags.faults, *tally.refused]
+    faults = [*flags.faults, *dict.fromkeys(tally.refused)]
     faults += [f"{outcome.flag}: {outcome.what}" for outcome in constant if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
@@ -98,18 +98,12 @@ def _constant(tally: Tally) -> list[FlagOutcome]:
         if not tally.is_given(name):
             outcomes.append(FlagOutcome(given.written, "not needed", f"it does nothing without {row.needs}"))
         elif row.fate != "taken":
-            idle = _idle(row, given)
+            idle = given.value == row.default
             fate: Fate = "not needed" if idle else row.fate
             outcomes.append(
                 FlagOutcome(given.written, fate, "with this value it does nothing" if idle else row.why)
             )
     return outcomes
-
-
-def _idle(row: Flag, given: Given) -> bool:
-    if row.idle is None:
-        return False
-    return given.value == (float(row.idle) if row.takes in ("int", "float") else row.idle)
 
 
 def _decided(tally: Tally) -> list[FlagOutcome]:
@@ -129,9 +123,8 @@ def _others(flags: ReadFlags) -> list[FlagOutcome]:
 
 
 def _faults(tally: Tally) -> list[str]:
-    origin = {key: ", ".join(flags) or tally.made_of[key] for key, flags in tally.culprits.items()}
     worded = []
-    for source, line in faults_of(TrainSettings, nested(tally.values), "", origin):
+    for source, line in faults_of(TrainSettings, nested(tally.values), "", tally.made_of):
         if not source:
             # A fault between settings, which names them.
             words = re.findall(r"\w+", line)

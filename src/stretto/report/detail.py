@@ -156,11 +156,14 @@ def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tupl
             left_us -= took_us
 
 
-def shapes_in(op: Op, specs: Mapping[str, TensorSpec]) -> str:
-    """What the op reads, as text: `float32[16,32] float32[32]`."""
-    return " ".join(str(specs.get(name) or "(several)") for name in op.uses)
-
-
-def shapes_out(op: Op) -> str:
-    """What the op makes, as text; parts that are no tensors are left out."""
-    return " ".join(str(spec) for spec in op.outputs if spec is not None)
+def op_data(op: Op, specs: Mapping[str, TensorSpec]) -> dict[str, str | int]:
+    """What is shown of an op wherever it is; shapes as text: `float32[16,32] float32[32]`."""
+    return {
+        "name": op.name,
+        "op": op.target,
+        "module": op.module,
+        "reads": " ".join(str(specs.get(name) or "(several)") for name in op.uses),
+        "makes": " ".join(str(spec) for spec in op.outputs if spec is not None),
+        "bytes": op.nbytes,
+        "flops": op.flops,
+    }

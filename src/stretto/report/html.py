@@ -6,11 +6,12 @@ the page, from data that is packed into it (`stretto.report.pack`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from stretto.files.settings_file import flat
 from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
@@ -63,7 +64,8 @@ def render(run: Run) -> str:
         body.append(f'<h2>Loss</h2><div class="scroll">{curve}</div>')
     for title, settings in (("Summary", run.summary), ("Settings", run.settings)):
         if settings:
-            body.append(_section(Grid(title, ("", ""), tuple(_flat(settings)), (0, 1))))
+            rows = [(key, _shown(value)) for key, value in flat(settings)]
+            body.append(_section(Grid(title, ("", ""), rows, (0, 1))))
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
@@ -213,12 +215,5 @@ def _section(grid: Grid) -> str:
     return f"<h2>{escape(grid.title)}</h2>{table}{note}"
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted keys."""
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, float):
-            yield f"{prefix}{key}", f"{value:.6g}"
-        else:
-            yield f"{prefix}{key}", "-" if value is None else str(value)
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -22,10 +22,9 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     WindowRun,
     op_category,
+    op_data,
     rows_of,
     runs_of,
-    shapes_in,
-    shapes_out,
     span_category,
     specs_of,
     window_ops,
@@ -81,22 +80,11 @@ def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
     for name, ops in window_ops(plan).items():
         windows[name] = [len(columns["name"]), len(ops)]
         for row in ops:
-            op = row.op
-            _append(
-                columns,
-                {
-                    "name": texts(op.name),
-                    "target": texts(op.target),
-                    "module": texts(op.module),
-                    "in": texts(shapes_in(op, specs)),
-                    "out": texts(shapes_out(op)),
-                    "bytes": op.nbytes,
-                    "flops": op.flops,
-                    "category": CATEGORIES.index(op_category(op, row.phase)),
-                    "part": row.part,
-                    "us": _ticks(row.us),
-                },
-            )
+            for key, value in op_data(row.op, specs).items():
+                columns[key].append(texts(value) if isinstance(value, str) else value)
+            columns["category"].append(CATEGORIES.index(op_category(row.op, row.phase)))
+            columns["part"].append(row.part)
+            columns["us"].append(_ticks(row.us))
     return {"windows": windows, **columns}
 
 

@@ -14,7 +14,7 @@ Uses the process group; no Runner is there yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
+from stretto.files.settings_file import flat
 from stretto.files.whole_file import saving
 from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
@@ -160,15 +161,6 @@ def check_compatible(
         for key in differing
         if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)
     ]
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`training.steps`, value) for each value in a tree."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def check_shared(world: World, folder: Path) -> None:

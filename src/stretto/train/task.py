@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from traceback import extract_tb, format_tb
-from types import TracebackType
+from traceback import extract_tb, format_list, walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,25 +137,20 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
 def of_user(error: BaseException) -> str | None:
     """The message for an error that the code of a task's file raised, or let through, later than its function
     `task`: file, function and line, and what of the traceback is from there on. None for others."""
-    own = error.__traceback__
-    while own is not None and not _is_own(own):
-        own = own.tb_next
-    if own is None:
+    frames = [*walk_tb(error.__traceback__)]
+    own = [
+        at
+        for at, (frame, _) in enumerate(frames)
+        if str(frame.f_globals.get("__name__", "")).startswith(MODULE)
+    ]
+    if not own:
         return None
-    last = own
-    below = own.tb_next
-    while below is not None:
-        last = below if _is_own(below) else last
-        below = below.tb_next
-    trace = "".join(format_tb(own)).rstrip()
+    last, line = frames[own[-1]]
+    trace = "".join(format_list(extract_tb(error.__traceback__)[own[0] :])).rstrip()
     return (
-        f"task.file: {own.tb_frame.f_code.co_name}() in {last.tb_frame.f_code.co_filename}, line "
-        f"{last.tb_lineno}, ended with {_in_words(error)}\n{trace}\n{_in_words(error)}"
+        f"task.file: {frames[own[0]][0].f_code.co_name}() in {last.f_code.co_filename}, line "
+        f"{line}, ended with {_in_words(error)}\n{trace}\n{_in_words(error)}"
     )
-
-
-def _is_own(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(MODULE)
 
 
 def _line(error: BaseException, path: Path) -> str:
