@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as json_text
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ from stretto.report.grid import (
     grid_of,
 )
 from stretto.report.html import accounts_grid, render, run_findings, run_grids
-from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
+from stretto.report.ops import OpLine, costliest_ops, notes_of, program_lines, totals_of
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
@@ -192,7 +193,7 @@ def cost(
     communications = communications_of(planned.plan, planned.simulated, ran.measured)[:top]
     costs = planned.plan.costs
     if as_json:
-        rows = [_op_row(op) for op in ops]
+        rows = [{**asdict(op), "each_us": op.each_us} for op in ops]
         document = {"source": costs.source, "ops": rows, "communications": communications}
         typer.echo(json_text.dumps(document, indent=1))
         return
@@ -245,11 +246,6 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
         if span.kind is SpanKind.MESSAGE:
             groups[*communication_of(span.name), span.nbytes].append(span.duration_us)
     return groups
-
-
-def _op_row(op: OpGroup) -> Row:
-    names = ("target", "reads", "makes", "phases", "calls", "each_us", "total_us", "share", "source")
-    return {name: getattr(op, name) for name in names}
 
 
 def _communications_grid(rows: Sequence[Row]) -> Grid:

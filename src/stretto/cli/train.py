@@ -63,8 +63,7 @@ def train(
 
             if latest_in(settings.checkpoint_dir) is None:
                 raise UsageError(
-                    f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without "
-                    "--resume "
+                    f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without it "
                     "the run starts at its first step"
                 )
         from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,13 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
         raise UsageError("there are no flags of Megatron-LM: expected such as --num-layers 12")
     tally = Tally(flags.by_name)
     _put_all(tally, ranks)
-    constant = _constant(tally)
+    outcomes = tuple(_outcomes(tally, flags))
     faults = [*flags.faults, *dict.fromkeys(tally.refused)]
-    faults += [f"{outcome.flag}: {outcome.what}" for outcome in constant if outcome.fate == "refused"]
+    faults += [f"{outcome.flag}: {outcome.what}" for outcome in outcomes if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
     if faults:
         raise UsageError("\n".join(faults))
-    outcomes = (*_decided(tally), *constant, *_others(flags))
     return Conversion(_text(tally, outcomes), outcomes, tuple(tally.absent))
 
 
@@ -91,35 +90,25 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
                 tally.put(key, value, name)
 
 
-def _constant(tally: Tally) -> list[FlagOutcome]:
-    outcomes = []
+def _outcomes(tally: Tally, flags: ReadFlags) -> Iterator[FlagOutcome]:
     for name, given in tally.given.items():
         row = given.row
+        fate, what = row.fate, row.why
         if not tally.is_given(name):
-            outcomes.append(FlagOutcome(given.written, "not needed", f"it does nothing without {row.needs}"))
-        elif row.fate != "taken":
-            idle = given.value == row.default
-            fate: Fate = "not needed" if idle else row.fate
-            outcomes.append(
-                FlagOutcome(given.written, fate, "with this value it does nothing" if idle else row.why)
-            )
-    return outcomes
-
-
-def _decided(tally: Tally) -> list[FlagOutcome]:
-    return [
-        FlagOutcome(given.written, *tally.fates.get(name, ("not needed", given.row.why)))
-        for name, given in tally.given.items()
-        if given.row.fate == "taken" and tally.is_given(name)
-    ]
-
-
-def _others(flags: ReadFlags) -> list[FlagOutcome]:
-    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in flags.replaced]
-    return again + [
-        FlagOutcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
-        for written, near in flags.unknown
-    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in flags.stray]  # fmt: skip
+            fate, what = "not needed", f"it does nothing without {row.needs}"
+        elif fate == "taken":
+            fate, what = tally.fates.get(name, ("not needed", what))
+        elif given.value == row.default:
+            fate, what = "not needed", "with this value it does nothing"
+        yield FlagOutcome(given.written, fate, what)
+    for one in flags.replaced:
+        yield FlagOutcome(one.written, "not needed", "the flag is given again")
+    for written, near in flags.unknown:
+        yield FlagOutcome(
+            written, "unknown", f"the nearest known is {near}" if near else "no known flag is near"
+        )
+    for word in flags.stray:
+        yield FlagOutcome(word, "unknown", "the word belongs to no flag")
 
 
 def _faults(tally: Tally) -> list[str]:

@@ -152,7 +152,11 @@ def _name(axis: str, kind: str) -> str:
 
 def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, Iterable[str]]:
     """The reason in words; and what would help against it, one thing after another."""
-    axis, exposed_us, compute_us = traffic.axis, traffic.exposed_us, _compute_us(timeline)
+    axis, exposed_us, compute_us = (
+        traffic.axis,
+        traffic.exposed_us,
+        sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks,
+    )
     late_us = _late_us(traffic, timeline)
     if late_us >= MOST * exposed_us:
         words = f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
@@ -183,10 +187,6 @@ def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, 
         return f"{words}: {format_share(latency)} of their time is latency", _larger(axis, plan)
     words = "what needs it follows too soon: there are not enough other ops to run meanwhile"
     return words, more_to_run(axis, plan)
-
-
-def _compute_us(timeline: Timeline) -> float:
-    return sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks
 
 
 def _late_us(group: Traffic, timeline: Timeline) -> float:

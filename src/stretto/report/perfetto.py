@@ -259,7 +259,9 @@ class _Writer:
             setattr(annotation, FIELDS[type(value)], value)
 
     def _op_details(self, row: OpRow) -> Details:
-        yield from ((key, value) for key, value in op_data(row.op, self.specs).items() if value)
+        yield from (
+            (key, value) for key, value in op_data(row.op, self.specs).items() if value and key != "name"
+        )
         yield "category", op_category(row.op, row.phase)
         yield "predicted_us", row.us
 

@@ -9,12 +9,6 @@ ends, it ends with one message and the right status.
 
 A single rank needs no process of its own. A rank of our own launcher records its failure and prints nothing;
 one that was started by something else prints its own.
-
-    stretto train           ends its ranks (SIGTERM, after 30 s SIGKILL) when one fails or it gets a signal;
-      |  starts, watches    kills a rank that is stopped (`failure`); prints the one message
-      v
-    rank 0 .. n-1           each watches the launcher (`failure`), beats for its neighbour (`peers`), records
-                            its failure (`failure`), and ends at a signal (`interrupt`)
 """
 
 from __future__ import annotations
@@ -85,7 +79,10 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     Returns the exit status. Raises StrettoError and its kin for what is refused before ranks are started, or
     by a single rank.
     """
-    check_tensorboard(settings.output.tensorboard)
+    if settings.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
+        )
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
     kept_by(settings)
@@ -113,14 +110,6 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
             progress.stop()
             print("stretto: interrupted before the first step", file=sys.stderr)
             return error.status
-
-
-def check_tensorboard(wanted: bool) -> None:
-    """Raise UsageError, before anything is started, if TensorBoard was asked for and is not there."""
-    if wanted and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
-        )
 
 
 def _check(settings: TrainSettings, say: Say) -> None:

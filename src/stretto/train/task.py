@@ -18,7 +18,6 @@ from traceback import extract_tb, format_list, walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from stretto.batch.loss import Loss
@@ -186,9 +185,9 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
     def report(model: nn.Module, folder: Path, say: Say) -> Mapping[str, Any]:
         # int64 because tokens are stored in the smallest type that fits them.
         prompt = torch.from_numpy(data.held_out.tokens[:SAMPLE_PROMPT_TOKENS].astype("int64"))
-        before, after = write_sample(
-            model, data.tokenizer, prompt, training.sample_tokens, length, training.seed
-        )
+        generator = torch.Generator().manual_seed(training.seed)
+        ids = generate(model, prompt, training.sample_tokens, SAMPLE_TEMPERATURE, generator, length).tolist()
+        before, after = (data.tokenizer.decode(part) for part in (ids[: len(prompt)], ids[len(prompt) :]))
         say("")
         say(f"a sample, continuing held-out text {before!r}:")
         for line in after.splitlines():
@@ -227,13 +226,3 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         differing="the text differs, or the tokenizers package",
         vocab_size=data.vocab_size,
     )
-
-
-def write_sample(
-    model: nn.Module, tokenizer: Tokenizer, prompt_ids: torch.Tensor, tokens: int, context: int, seed: int
-) -> tuple[str, str]:
-    """The text of `prompt_ids` (S,) and the `tokens` tokens that the model continues it with."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = generate(model, prompt_ids, tokens, SAMPLE_TEMPERATURE, generator, context).tolist()
-    start = len(prompt_ids)
-    return tokenizer.decode(ids[:start]), tokenizer.decode(ids[start:])
