@@ -28,7 +28,6 @@ from stretto.report.detail import (
     span_category,
     specs_of,
     window_ops,
-    with_reductions_together,
 )
 
 TICK_US = 0.01
@@ -109,7 +108,7 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: Texts) -
         "runs": [[[run.window, *run.microbatches] for run in of_rank] for of_rank in runs],
         "lanes": [
             _lane(rank, row, spans, texts, runs[rank] if row == COMPUTE_LANE else ())
-            for rank, rows in enumerate(rows_of(timeline, with_reductions_together))
+            for rank, rows in enumerate(rows_of(timeline))
             for row, spans in rows.items()
         ],
     }
@@ -140,12 +139,7 @@ def _lane(
             },
         )
         before = end
-    # A column without information is not written.
-    kept = {name: values for name, values in columns.items() if set(values) != {_EMPTY[name]}}
-    return {"rank": rank, "row": row, "count": len(spans), **kept}
-
-
-_EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
+    return {"rank": rank, "row": row, "count": len(spans), **columns}
 
 
 def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.detail import rows_of
 from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -164,7 +164,7 @@ class _Picture:
     def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
         y = top = self.y
-        for rank, rows in enumerate(rows_of(timeline, with_reductions_together)):
+        for rank, rows in enumerate(rows_of(timeline)):
             for lane, spans in rows.items():
                 body.append((y, rank, lane, spans))
                 y += _height(lane) + MESSAGE_GAP_PX

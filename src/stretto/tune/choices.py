@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stretto.capturing import DEGREES
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.config.parallel import IDLE
 from stretto.errors import UsageError, meant
@@ -23,9 +24,6 @@ LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_d
 
 KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
 """Those that are chosen."""
-
-DEGREES = (1, 2, 4)
-"""AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
 
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""
@@ -205,7 +203,7 @@ class Choices:
         """Other numbers of chunks, where there is something that chunks can hide."""
         if "ampipe_degree" in self.fixed or layout.tp == layout.ep == 1:
             return ()
-        others = (replace(layout, ampipe_degree=degree) for degree in DEGREES if degree > 1)
+        others = (replace(layout, ampipe_degree=degree) for degree in DEGREES)
         return tuple(one.ampipe_degree for one in others if self.allowed(self.plain(one)))
 
     def own(self) -> Candidate | None:
