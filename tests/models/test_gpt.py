@@ -150,7 +150,7 @@ def test_a_tied_gradient_is_the_sum_of_both_uses() -> None:
 
 
 def test_dropout_acts_while_training_only() -> None:
-    model = GPT(replace(TINY, dropout=0.5))
+    model = GPT(TINY.model_copy(update={"dropout": 0.5}))
     assert not torch.equal(model(some_tokens()), model(some_tokens()))
     model.eval()
     assert torch.equal(model(some_tokens()), model(some_tokens()))
@@ -159,7 +159,7 @@ def test_dropout_acts_while_training_only() -> None:
 def test_shapes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="hidden = 25 must be a multiple of heads = 3"):
         GPTConfig(vocab_size=8, layers=1, hidden=25, heads=3, context=8)
-    with pytest.raises(ValueError, match="to be even"):
+    with pytest.raises(ValueError, match="must be even"):
         GPTConfig(vocab_size=8, layers=1, hidden=9, heads=3, context=8)
     with pytest.raises(ValueError, match="17 tokens is longer than the context of 16"):
         GPT(TINY)(some_tokens(length=17))

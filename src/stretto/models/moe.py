@@ -106,9 +106,9 @@ class Experts(nn.Module):
         """Slots of an expert for so many tokens; None where all are served."""
         return self.config.capacity(tokens) if self.config.capacity_factor else None
 
-    def of_slots(self, x_ECD: Tensor) -> Tensor:
-        """`dispatch.OfSlots`."""
-        return torch.bmm(F.gelu(torch.bmm(x_ECD, self.up), approximate="tanh"), self.down)
+    def of_slots(self, x_ECD: Tensor, at: slice = slice(None)) -> Tensor:
+        """`dispatch.OfSlots`; at: of which experts."""
+        return torch.bmm(F.gelu(torch.bmm(x_ECD, self.up[at]), approximate="tanh"), self.down[at])
 
     def of_rows(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """`dispatch.OfRows`."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_model, save_model
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
+from stretto.files.settings_file import faults_of
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.weight_files import WEIGHTS, weights_of
@@ -52,6 +53,8 @@ def load_gpt(folder: str | Path) -> GPT:
         if result is None:
             raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {' or '.join(KINDS)}")
         kind, config = result
+        if faults := faults_of(config, data, str(folder / CONFIG), {}):
+            raise UsageError("\n".join(f"{source}: {line}" for source, line in faults))
         with torch.device("meta"):
             weights_of(kind(config(**data)), folder)  # before it takes memory
         model = kind(config(**data))
