@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def test_a_model_on_meta_gets_its_values_later(config: GPTConfig) -> None:
 
 
 def test_a_tied_gradient_is_the_sum_of_both_uses() -> None:
-    tied, untied = (GPT(replace(TIED, tie_embeddings=tie)).double() for tie in (True, False))
+    tied, untied = (GPT(TIED.model_copy(update={"tie_embeddings": tie})).double() for tie in (True, False))
     untied.load_state_dict(tied.state_dict())
     for model in (tied, untied):
         next_token_loss(model, some_tokens()).backward()

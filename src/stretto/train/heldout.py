@@ -17,12 +17,10 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capturing.evaluation import capture_evaluation
-from stretto.capturing.trace import PLAIN
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
 from stretto.files.typed_file import to_line
-from stretto.ir.axes import WITHIN
 from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
@@ -53,7 +51,7 @@ class Evaluation:
         batch: Any,
         loss: Loss,
         *,
-        parallel: ParallelSettings | None = None,
+        parallel: ParallelSettings,
         tp_plan: Mapping[str, Any] | None = None,
         order: str = DEFAULT,
         steps: int | None = None,
@@ -61,21 +59,14 @@ class Evaluation:
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, cp, ep nor AMPipe shards the model. order,
-        steps, search_s, kept: as in `stretto.plan`, for its forwards.
+        captured with. order, steps, search_s, kept: as in `stretto.plan`, for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
         """
-        layout, trained = PLAIN, runner.plan.job
-        if parallel is not None:
-            degree = trained.chunks if parallel.ampipe_degree == "auto" else None
-            layout = layout_of(model, parallel, tp_plan, degree)
-        elif any(trained.size(axis) > 1 for axis in (*WITHIN, "ep")) or trained.chunks > 1:
-            raise UsageError(
-                "the model is sharded over tensor-, context- or expert-parallel ranks, or cut in chunks: "
-                "give the parallel= that its training was captured with"
-            )
+        trained = runner.plan.job
+        degree = trained.chunks if parallel.ampipe_degree == "auto" else None
+        layout = layout_of(model, parallel, tp_plan, degree)
         with _CAPTURING:
             job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
