@@ -59,6 +59,7 @@ OWN
     model.vocab_size = 1000; data.vocab_size = 1000: --padded-vocab-size 1000
     model.kind = 'moe'; model.experts = 8: --num-experts 8
     parallel.tp = 2: --tensor-model-parallel-size 2
+    parallel.cp = 2: --context-parallel-size 2
     parallel.pp = 2; ~parallel.schedule = '1f1b': --pipeline-model-parallel-size 2
     parallel.ampipe_degree = 4: --ampipe-degree 4
     model.layers = 2: --noop-layers 0,3
@@ -180,6 +181,8 @@ SHARED --use-pipe-experts
     not needed: --pipe-experts-multi-data 1
 OWN --tensor-model-parallel-size 2
     parallel.sequence_parallel = True: --sequence-parallel
+OWN --context-parallel-size 2
+    parallel.cp_kind = 'ulysses': --context-parallel-algo ulysses_cp_algo; --cp-comm-type a2a
     parallel.split_ops = True: --tp-comm-overlap; --use-ascend-mc2; --use-ascend-coc
 TWO
     parallel.schedule = 'zb-h1': --use-nanopipe
