@@ -181,9 +181,9 @@ SHARED --use-pipe-experts
     not needed: --pipe-experts-multi-data 1
 OWN --tensor-model-parallel-size 2
     parallel.sequence_parallel = True: --sequence-parallel
+    parallel.split_ops = True: --tp-comm-overlap; --use-ascend-mc2; --use-ascend-coc
 OWN --context-parallel-size 2
     parallel.cp_kind = 'ulysses': --context-parallel-algo ulysses_cp_algo; --cp-comm-type a2a
-    parallel.split_ops = True: --tp-comm-overlap; --use-ascend-mc2; --use-ascend-coc
 TWO
     parallel.schedule = 'zb-h1': --use-nanopipe
     parallel.schedule = 'dualpipev': --schedules-method dualpipev
