@@ -34,26 +34,15 @@ Folders = Iterable[tuple[str, Path]]
 """(the setting that moves it, folder)"""
 
 
-class RunLock:
-    """Locks on folders, from `take` to `release` or the process' end."""
+def locked(folders: Folders) -> ExitStack:
+    """Lock each folder, which is created, until what is returned is closed or the process ends.
 
-    def __init__(self) -> None:
-        self._locks = ExitStack()
-
-    def take(self, folders: Folders) -> None:
-        """Lock each folder, which is created.
-
-        Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked
-        then.
-        """
-        with ExitStack() as locks:
-            for setting, folder in folders:
-                _lock(locks, setting, folder)
-            self._locks = locks.pop_all()
-
-    def release(self) -> None:
-        """Others may have the folders; to call it twice is harmless."""
-        self._locks.close()
+    Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked then.
+    """
+    with ExitStack() as locks:
+        for setting, folder in folders:
+            _lock(locks, setting, folder)
+        return locks.pop_all()
 
 
 def folders_of(settings: TrainSettings) -> list[tuple[str, Path]]:

@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.job import kept_by, layout_of_run, move
-from stretto.train.lock import RunLock
 from stretto.train.optimizer import learning_rate, make_optimizer
 from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
@@ -82,7 +81,7 @@ class Trainer:
         self._step_s: list[float] = []
         self._held_out_at: tuple[int, float] | None = None
         self._seen: ObservedRun | None = None
-        self._lock = RunLock()
+        self._locks = ExitStack()
 
     def run(self) -> None:
         """Steps 1 to 5; every rank must call it. Raises StrettoError for what the user can mend."""
@@ -90,7 +89,7 @@ class Trainer:
             self._run()
         finally:
             self.progress.stop()  # also where it has ended before its first step
-            self._lock.release()
+            self._locks.close()
 
     def _run(self) -> None:
         with Heartbeat(self.world, self.missed):
@@ -132,7 +131,7 @@ class Trainer:
         if note is not None and not is_launched():  # the launcher has printed it
             say(f"note: {note}")
         begin("looking at data and checkpoints")
-        take_folders(self.world, settings, self._lock)
+        take_folders(self.world, settings, self._locks)
         # The launcher has prepared it, and printed so.
         task = task_of(settings, silent if is_launched() else say)
         start = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
