@@ -48,7 +48,7 @@ from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.optimizer import learning_rate, make_optimizer
-from stretto.train.peers import Heartbeat
+from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
     Metrics,
@@ -92,7 +92,7 @@ class Trainer:
             self._locks.close()
 
     def _run(self) -> None:
-        with Heartbeat(self.world, self.missed):
+        with heartbeat(self.world, self.missed):
             results = self._trained()
         # They part here, because a long sample may take more time than they would wait for rank 0.
         leave(self.world)
