@@ -57,11 +57,8 @@ class Estimate:
 
 def mesh_of(layout: LayoutChoice) -> Mesh:
     """The mesh of a layout."""
-    sizes = (
-        *(("pp", layout.pp), ("dp", layout.dp // layout.ep), ("cp", layout.cp)),
-        *(("ep", layout.ep), ("tp", layout.tp)),
-    )
-    return Mesh(tuple((axis, size) for axis, size in sizes if size > 1 or axis == "pp"))
+    sizes = {"dp": layout.dp // layout.ep, "cp": layout.cp, "ep": layout.ep, "tp": layout.tp}
+    return Mesh((("pp", layout.pp), *((axis, size) for axis, size in sizes.items() if size > 1)))
 
 
 def bound_us(layout: LayoutChoice, work: BlockWork, virtual: bool = True) -> float:
