@@ -21,7 +21,7 @@ from stretto.files.say import Say, silent
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function, hollow
 from stretto.models.weight_files import weights_folder, weights_of
-from stretto.parallelize.layout import layout_of
+from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.task import Task, check_files, own_task
@@ -118,14 +118,14 @@ def likely_vocab_size(settings: TrainSettings) -> int:
     return min(int(rows), tokens) if rows else tokens
 
 
-def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> None:
-    """Lay the model out, to see whether that can be done. `say` takes what stays replicated.
+def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
+    """How the model is laid out. `say` takes what stays replicated.
 
     Raises UsageError for a model, a plan or sizes that do not fit.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        layout_of(model, settings.parallel)
+        layout = layout_of(model, settings.parallel)
     padding, rows = "", getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(rows, int):
         key = "model.vocab_size" if isinstance(settings.model, DecoderSettings) else "model.config.vocab_size"
@@ -133,6 +133,7 @@ def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> None:
         padding = f" ({key} = {-(-rows // size) * size})"  # which pads the vocabulary
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         say(f"note: {message}{padding}")
+    return layout
 
 
 def move(model: nn.Module, plan: Plan, rank: int, device: torch.device) -> None:

@@ -113,12 +113,14 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
 
 
 def _check(settings: TrainSettings, say: Say) -> None:
-    """Step 1: make the tokens, which every rank then finds ready."""
+    """Step 1: make the tokens, which every rank then finds ready, and for which the model must have room."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-    task_of(settings, say)
+    task = task_of(settings, say)
+    with torch.device("meta"):
+        task.model()
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))
