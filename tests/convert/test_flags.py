@@ -389,6 +389,6 @@ def test_values_are_read_strictly() -> None:
             wrong += [([row.name, "wrong"], f"{row.name} wrong: expected {' or '.join(row.takes)}")]
         for words, said in wrong:
             found = read_arguments(words)
-            assert row.name not in found.by_name
-            assert len(found.faults) == 1
-            assert said in found.faults[0]
+            assert row.name not in found.given
+            assert len(found.refused) == 1
+            assert said in found.refused[0]

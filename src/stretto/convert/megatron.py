@@ -16,7 +16,7 @@ from typing import Any
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, ReadFlags, Tally, read_arguments
+from stretto.convert.arguments import TABLE, Tally, read_arguments
 from stretto.convert.command import read_command
 from stretto.convert.flags import Fate
 from stretto.convert.layout import put_layout, real_layers
@@ -63,13 +63,12 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
     commands = [read_command(text) for text in texts]
     if ranks is None:
         ranks = next((c.ranks for c in reversed(commands) if c.ranks is not None), None)
-    flags = read_arguments([word for command in commands for word in command.words])
-    if not flags.by_name and not flags.faults:
+    tally = read_arguments([word for command in commands for word in command.words])
+    if not tally.given and not tally.refused:
         raise UsageError("there are no flags of Megatron-LM: expected such as --num-layers 12")
-    tally = Tally(flags.by_name)
     _put_all(tally, ranks)
-    outcomes = tuple(_outcomes(tally, flags))
-    faults = [*flags.faults, *dict.fromkeys(tally.refused)]
+    outcomes = tuple(_outcomes(tally))
+    faults = [*dict.fromkeys(tally.refused)]
     faults += [f"{outcome.flag}: {outcome.what}" for outcome in outcomes if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
@@ -90,7 +89,7 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
                 tally.put(key, value, name)
 
 
-def _outcomes(tally: Tally, flags: ReadFlags) -> Iterator[FlagOutcome]:
+def _outcomes(tally: Tally) -> Iterator[FlagOutcome]:
     for name, given in tally.given.items():
         row = given.row
         fate, what = row.fate, row.why
@@ -101,14 +100,7 @@ def _outcomes(tally: Tally, flags: ReadFlags) -> Iterator[FlagOutcome]:
         elif given.value == row.default:
             fate, what = "not needed", "with this value it does nothing"
         yield FlagOutcome(given.written, fate, what)
-    for one in flags.replaced:
-        yield FlagOutcome(one.written, "not needed", "the flag is given again")
-    for written, near in flags.unknown:
-        yield FlagOutcome(
-            written, "unknown", f"the nearest known is {near}" if near else "no known flag is near"
-        )
-    for word in flags.stray:
-        yield FlagOutcome(word, "unknown", "the word belongs to no flag")
+    yield from (FlagOutcome(*other) for other in tally.others)
 
 
 def _faults(tally: Tally) -> list[str]:
