@@ -249,7 +249,6 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
 
 
 def _communications_grid(rows: Sequence[Row]) -> Grid:
-    """A table, with what was measured if anything was."""
     measured = any(row["measured_us"] is not None for row in rows)
     columns: Columns = {
         "axis": ("axis", "{}"),

@@ -221,7 +221,6 @@ def _sizes(family: str, numbers: Mapping[str, int | None]) -> tuple[int, int, in
 def _search(
     numbers: Mapping[str, int | None], times: PhaseTimes, memory: float | None, weight_share: float
 ) -> Searched:
-    """The search's result for the options. Raises UsageError for numbers that do not fit."""
     ranks, each, microbatches = _sizes(AUTO, numbers)
     check_count(ranks * each, microbatches)
     if not 0.0 <= weight_share <= 1.0:

@@ -124,7 +124,6 @@ def tune(
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
-    """How many devices to use."""
     there = found.count if isinstance(found, Hardware) else None
     if asked is None:
         return there or settings.parallel.world
@@ -207,7 +206,6 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
 
 
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
-    """Why there is no plan at all."""
     from stretto.report.grid import format_bytes
 
     if tuned.stopped:

@@ -149,7 +149,6 @@ class HuggingFaceSettings(PretrainedSettings):
 
 
 def _with_kind(given: Any) -> Any:
-    """A model without a kind is of the default one."""
     return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
 
 

@@ -118,7 +118,6 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
 
 
 def _now(plan: Plan | None) -> str:
-    """How many microbatches there are."""
     return "" if plan is None else f" (now {plan.job.microbatches})"
 
 

@@ -197,7 +197,6 @@ def _tables(run: Run) -> list[str]:
 
 
 def _section(grid: Grid) -> str:
-    """A table under its title."""
 
     def cell(tag: str, at: int, text: str) -> str:
         style = ' class="words"' if at and at in grid.words else ""

@@ -216,7 +216,6 @@ class _Picture:
         return width
 
     def _compute(self, together: Sequence[Span], y: float) -> None:
-        """Spans of equal times."""
         height = LANE_PX / len(together)
         for at, span in enumerate(together):
             if span.kind is not SpanKind.COMPUTE:

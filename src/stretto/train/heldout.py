@@ -121,12 +121,10 @@ def _collectives(job: Job, costs: Costs) -> dict[tuple[str, str], CollectiveCost
     """The costs of collectives. Without dropout, attention may have another kernel than in training, and its
     ranks send otherwise: what training does not send counts as the slowest that it does on that axis."""
     result = dict(costs.collectives)
-    for op in (op for stage in job.stages for ops in stage.ops.values() for op in ops):
-        sent = op.collective
-        known = (
-            [] if sent is None else [one for (axis, _), one in costs.collectives.items() if axis == sent.axis]
-        )
-        if sent is not None and known:
-            slowest = max(known, key=lambda one: one.curve.us(sent.nbytes))
-            result.setdefault((sent.axis, sent.kind), slowest)
+    for sent in (op.collective for stage in job.stages for ops in stage.ops.values() for op in ops):
+        if sent is not None:
+            known = [one for (axis, _), one in costs.collectives.items() if axis == sent.axis]
+            if known:
+                slowest = max(known, key=lambda one: one.curve.us(sent.nbytes))
+                result.setdefault((sent.axis, sent.kind), slowest)
     return result

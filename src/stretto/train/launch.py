@@ -130,7 +130,6 @@ def _check(settings: TrainSettings, say: Say) -> None:
 
 
 def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:
-    """Step 2."""
     with (
         tempfile.TemporaryDirectory(prefix="stretto-") as name,
         _environment(settings, records := Path(name), started_at_s),

@@ -153,7 +153,6 @@ def of_user(error: BaseException) -> str | None:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Where in the file it was raised."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
     lines += [error.lineno] if isinstance(error, SyntaxError) else []
     return f", line {lines[-1]}" if lines else ""

@@ -156,7 +156,6 @@ def estimate(
 
 
 def _times(schedule: Schedule, work: BlockWork, shares: Sequence[float], message_us: float) -> PhaseTimes:
-    """What stages with these shares of the work take."""
     exposure = work.exposure
     split = any(action.phase is Phase.W for action in schedule.actions(0))
     backward = exposure.phases[1:] if split else (exposure.backward, exposure.backward)
