@@ -47,7 +47,7 @@ class DecoderSettings(PretrainedSettings):
         return round(self.hidden * self.mlp_ratio)
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> DecoderSettings:
+    def _sizes_fit(self) -> DecoderSettings:
         if self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
         if self.positions == "rotary" and (self.hidden // self.heads) % 2:
@@ -55,10 +55,6 @@ class DecoderSettings(PretrainedSettings):
                 f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
                 "change heads, or use positions = 'learned'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mlp_fits(self) -> DecoderSettings:
         if self.mlp_hidden < 1:
             raise ValueError(
                 f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "

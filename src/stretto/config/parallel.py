@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, InstanceOf, PlainValidator, model_validator
+from pydantic import Field, InstanceOf, field_validator, model_validator
 
 from stretto.config.stage_text import read_stages
 from stretto.files.settings_file import NamedArguments, Settings
@@ -25,23 +25,6 @@ IDLE = {
     **dict.fromkeys(("sequence_parallel", "tp_plan"), (SHARED, ("tp",))),
 }
 """Keys -> what they are about, and the keys of which one is above 1 where they do anything."""
-
-
-def _split(given: Any) -> str | list[str]:
-    """A word, names, or a text of stages: one message for all."""
-    if given == "auto" or (isinstance(given, list) and all(isinstance(name, str) for name in given)):
-        return given  # type: ignore[no-any-return]
-    if not isinstance(given, str):
-        raise ValueError(
-            f"{given!r} is neither 'auto', nor a list of the modules that begin stages, nor a text of stages "
-            "such as 'embedding|layer*3|layer*3|loss'"
-        )
-    try:
-        read_stages(given)
-    except ValueError as error:
-        names = "" if "|" in given else f". Modules that begin stages are a list, as in [{given!r}]"
-        raise ValueError(f"{error}{names}") from None
-    return given
 
 
 class ParallelSettings(Settings):
@@ -106,7 +89,7 @@ class ParallelSettings(Settings):
     microbatch_group: int | None = Field(default=None, ge=1)
     """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
     without it, as many as there are pipeline ranks, or a few more where they do not divide."""
-    split: Annotated[str | list[str], PlainValidator(_split)] = "auto"
+    split: str | list[str] = "auto"
     """Where the model is cut: "auto"; the modules that begin a new stage, such as ["blocks.4"]; or a text of
     what each stage has, such as "embedding|layer*3|layer*3|loss" or Megatron's "Et*3|t*3|L"
     (`docs/schedules.md`)."""
@@ -155,8 +138,15 @@ class ParallelSettings(Settings):
         sizes = (("dp", self.dp // self.ep), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
 
+    @field_validator("split")
+    @classmethod
+    def _is_read(cls, given: str | list[str]) -> str | list[str]:
+        if isinstance(given, str) and given != "auto":
+            read_stages(given)
+        return given
+
     @model_validator(mode="after")
-    def _counts_fit(self) -> ParallelSettings:
+    def _axes_fit(self) -> ParallelSettings:
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
         for what, count, most in (
@@ -165,10 +155,6 @@ class ParallelSettings(Settings):
         ):
             if count > most:
                 raise ValueError(f"{what}: {count:,} are more than {most:,}; give less of one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _axes_fit(self) -> ParallelSettings:
         if self.dp % self.ep:
             raise ValueError(
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
