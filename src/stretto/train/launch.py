@@ -47,7 +47,7 @@ from stretto.train.failure import (
     recorded_failures,
     watching_ranks,
 )
-from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
+from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
@@ -95,7 +95,7 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     def stuck(interrupted: Interrupted) -> None:
         with suppress(Exception):
             progress.let_go()
-        end_at_once(interrupted)
+        os._exit(interrupted.status)
 
     with Interrupts(stuck) as interrupts, progress:
         try:
