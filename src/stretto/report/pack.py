@@ -14,7 +14,7 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
@@ -87,11 +87,6 @@ def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
     return {"windows": windows, **columns}
 
 
-def _append(columns: dict[str, list[int]], values: Mapping[str, int]) -> None:
-    for name, value in values.items():
-        columns[name].append(value)
-
-
 # --- step 1: spans -----------------------------------------------------------------------------------
 
 
@@ -118,28 +113,26 @@ def _lane(
     rank: int, row: str, spans: Sequence[Span], texts: Texts, runs: Sequence[WindowRun]
 ) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
-    columns: dict[str, list[int]] = defaultdict(list)
-    before = 0
-    for span in spans:
-        start, end = _ticks(span.start_us), _ticks(span.end_us)
-        category = span_category(span)
-        _append(
-            columns,
-            {
-                "start": start - before,
-                "took": end - start,
-                # Compute of unknown phase has the first's colour.
-                "category": CATEGORIES.index(category) if category in CATEGORIES else 0,
-                "name": texts(span.name),
-                "microbatch": -1 if span.microbatch is None else span.microbatch,
-                "run": run_of.get(id(span), -1),
-                "bytes": span.nbytes,
-                "sender": -1 if span.sender is None else span.sender,
-                "sent": 0 if span.sent_us is None else start - _ticks(span.sent_us),
-            },
-        )
-        before = end
-    return {"rank": rank, "row": row, "count": len(spans), **columns}
+    starts, ends = [_ticks(span.start_us) for span in spans], [_ticks(span.end_us) for span in spans]
+    categories = [span_category(span) for span in spans]
+    return {
+        "rank": rank,
+        "row": row,
+        "count": len(spans),
+        "start": [start - before for start, before in zip(starts, [0, *ends])],
+        "took": [end - start for start, end in zip(starts, ends, strict=True)],
+        # Compute of unknown phase has the first's colour.
+        "category": [CATEGORIES.index(one) if one in CATEGORIES else 0 for one in categories],
+        "name": [texts(span.name) for span in spans],
+        "microbatch": [-1 if span.microbatch is None else span.microbatch for span in spans],
+        "run": [run_of.get(id(span), -1) for span in spans],
+        "bytes": [span.nbytes for span in spans],
+        "sender": [-1 if span.sender is None else span.sender for span in spans],
+        "sent": [
+            0 if span.sent_us is None else start - _ticks(span.sent_us)
+            for span, start in zip(spans, starts, strict=True)
+        ],
+    }
 
 
 def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:
