@@ -163,10 +163,10 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:
-    """Whether a run that came to its end, after `steps` steps or more, has left summary and page here."""
+    """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
     try:
         summary = parse_json((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        return int(summary["steps"]) >= steps and (run_dir / REPORT).is_file()
+        return int(summary["steps"]) >= steps
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
         return False
 
