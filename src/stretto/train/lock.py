@@ -30,12 +30,10 @@ OWNER = ".owner.json"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot lock, where `filelock` has no way of its own."""
 
-Folders = Iterable[tuple[str, Path]]
-"""(the setting that moves it, folder)"""
 
-
-def locked(folders: Folders) -> ExitStack:
-    """Lock each folder, which is created, until what is returned is closed or the process ends.
+def locked(folders: Iterable[tuple[str, Path]]) -> ExitStack:
+    """Lock folders, which are created, until what is returned is closed or the process ends. folders: each
+    with the setting that moves it.
 
     Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked then.
     """
