@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -121,7 +121,8 @@ def show(
     plan: PlanFile,
     stage: Annotated[int, typer.Option(help="The stage.", show_default=False)],
     phase: Annotated[
-        str, typer.Option(help="F, I, W, or B (I and W together).", metavar="F|I|W|B", show_default=False)
+        Literal["F", "I", "W", "B"],
+        typer.Option(help="B is I and W together.", case_sensitive=False, show_default=False),
     ],
     module: Annotated[
         str | None,
@@ -130,9 +131,7 @@ def show(
     json: AsJson = False,
 ) -> None:
     """List a stage's ops: shapes, bytes, flops, predicted time, what is saved for later, what is freed."""
-    if phase.upper() not in ("F", "I", "W", "B"):
-        raise UsageError(f"--phase {phase}: there is no such phase; give one of F, I, W, B")
-    wanted = Phase(phase.upper())
+    wanted = Phase(phase)
     loaded = load_plan(plan, edited=True)  # nothing is computed of it
     lines = program_lines(loaded, stage, wanted, module)
     totals = totals_of(lines)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -41,7 +40,7 @@ def reshard(
     dtype: Annotated[str, typer.Option(help="PyTorch's name of it.")] = "float32",
     rate: Annotated[str, typer.Option(help="Of a host's link, in each direction.")] = "100gbit",
     latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
-    mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="List this mode's transfers.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
@@ -63,7 +62,7 @@ def reshard(
         tensor = Tensor(tuple(sizes), itemsize_bytes, source, target)
         return plan_reshards([tensor], hosts, mode, choice=choice)
 
-    modes: Sequence[Any] = MODES if mode is None else (mode,)
+    modes = MODES if mode is None else (mode,)
     plans = [(choice, planned(name, choice)) for name in modes for choice in CHOICES]
     rows = [{"choice": choice, **{name: getattr(plan, name) for name in FIGURES}} for choice, plan in plans]
     if as_json:
