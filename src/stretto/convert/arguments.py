@@ -59,7 +59,8 @@ def read_arguments(words: Sequence[str]) -> Tally:
             what = f"the nearest known is {near[0]}" if near else "no known flag is near"
             tally.others.append((_written(name, behind, bool(equals)), "unknown", what))
             continue
-        taken = behind if equals else behind[: _most(row)]
+        most = {"nothing": 0, "many": len(behind)}.get(str(row.takes), 1)
+        taken = behind if equals else behind[:most]
         at += 0 if equals else len(taken)
         read, fault = _read(row, name, taken, bool(equals))
         if fault is not None:
@@ -84,10 +85,6 @@ def _number(word: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _most(row: Flag) -> int:
-    return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
 
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:

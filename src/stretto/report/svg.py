@@ -176,7 +176,9 @@ class _Picture:
                 f'height="{_height(lane)}"/>'
             )
             if lane == COMPUTE_LANE:
-                self.text(14, row_y + LANE_PX / 2 + 4, _named(timeline.who(rank)), "name")
+                who = timeline.who(rank)
+                who = who if len(who) <= LONGEST_NAME else who.removeprefix("ranks ")
+                self.text(14, row_y + LANE_PX / 2 + 4, who, "name")
             else:
                 self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", "end")
         self._axis(timeline.step_us, top, y)
@@ -300,11 +302,6 @@ def _height(lane: str) -> float:
 
 def _text_px(words: str) -> float:
     return len(words) * CHAR_PX + words.count("W") * W_EXTRA_PX
-
-
-def _named(who: str) -> str:
-    """The name of a row, without its first word where that does not fit."""
-    return who if len(who) <= LONGEST_NAME else who.removeprefix("ranks ")
 
 
 def _shortened(lane: str) -> str:

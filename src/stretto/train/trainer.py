@@ -89,19 +89,16 @@ class Trainer:
     def run(self) -> None:
         """Steps 1 to 5; every rank must call it. Raises StrettoError for what the user can mend."""
         try:
-            self._run()
+            with heartbeat(self.world, self.missed):
+                results = self._trained()
+            # They part here, because a long sample may take more time than they would wait for rank 0.
+            leave(self.world)
+            enter_phase("the report")
+            if results is not None and self.world.rank == 0:
+                finish(results, self.progress.say)
         finally:
             self.progress.stop()  # also where it has ended before its first step
             self._locks.close()
-
-    def _run(self) -> None:
-        with heartbeat(self.world, self.missed):
-            results = self._trained()
-        # They part here, because a long sample may take more time than they would wait for rank 0.
-        leave(self.world)
-        enter_phase("the report")
-        if results is not None and self.world.rank == 0:
-            finish(results, self.progress.say)
 
     def _trained(self) -> Results | None:
         """Steps 1 to 4, and the held-out loss; None for a run that had come to its end before."""
