@@ -88,6 +88,8 @@ def refuse_early(settings: TrainSettings) -> None:
     else can be wrong with a model, its capture refuses."""
     parallel = settings.parallel
     plain = parallel.tp == parallel.cp == parallel.ep == parallel.ampipe_degree == 1
+    if plain and settings.task is not None:
+        return
     of, resume = trained(settings), settings.checkpoint.resume
     # Of a run that goes on, its checkpoint's weights count.
     goes_on = resume not in ("auto", "never") or (
@@ -97,8 +99,6 @@ def refuse_early(settings: TrainSettings) -> None:
         with hollow():
             model = of.model()
         weights_of(model, weights_folder(settings.model.pretrained))
-    if plain and settings.task is not None:
-        return
     with without_values():
         model = of.model()
         if not plain:
