@@ -30,8 +30,9 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorS
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.attention import with_plain_lse
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
-from stretto.passes.layout.context import rows_of_masks, rules_of, sequence_of, sequences, with_plain_lse
+from stretto.passes.layout.context import blocks_of, rows_of_masks, rules_of, sequence_of, sequences
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -93,8 +94,7 @@ def _may_be_partial(traced: Traced) -> frozenset[str]:
 
 def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
     """Raises UsageError for a sequence that ranks cannot share equally."""
-    size = layout.context
-    blocks = 1 if layout.context_kind == "ulysses" else 2
+    size, blocks = layout.context, blocks_of(layout.context_kind)
     program = with_plain_lse(program)
     ahead = Ahead(program, size, dict(program.given))
     length = sequence_of(ahead, traced.full)
@@ -126,7 +126,8 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
     program = program if chunks.full else by_chunk(program)
-    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial)
+    blocks = 1 if layout.context == 1 else blocks_of(layout.context_kind)
+    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
 
 
 def _along_tensor(

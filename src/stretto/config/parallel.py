@@ -198,10 +198,6 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
-        if self.cp > 1 and self.ampipe_degree != 1:
-            raise ValueError(
-                f"ampipe_degree = {self.ampipe_degree!r} does not go with cp = {self.cp} yet: drop one"
-            )
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
