@@ -21,8 +21,7 @@ from math import gcd, lcm
 from stretto.errors import UsageError
 from stretto.ir.program import GETITEM, Op, TensorSpec
 from stretto.parallelize.parts import lengths_of
-from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.attention import check_draws, rules_of_chunks, uncut, with_plain_lse
+from stretto.passes.layout.attention import check_draws, rules_of_chunks, shared
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.shard import PARAM, AxisRules, shard
@@ -97,9 +96,8 @@ def in_chunks(
             f"ampipe_degree = {degree} cuts a sequence of {stream.length} into chunks of less than {fewer}; "
             f"give {max(stream.length // least, 1)} or less"
         )
+    program = shared(program)
     check_draws((op for op, _ in program.ops), "ampipe_degree")
-    whole = uncut(Ahead(program, 1, dict(program.given)))
-    program = with_plain_lse(program, whole)
     lengths = [unit_of_ranks * n for n in lengths_of(stream.length // unit_of_ranks, degree)]
     unit = gcd(*lengths)
     part = sharded(SEQUENCE_DIM, blocks_of_tokens)
@@ -113,7 +111,7 @@ def in_chunks(
         {},
         region.wishes(),
         may_be_partial,
-        AxisRules(rules=rules_of_chunks(lengths, blocks_of_tokens, whole), of_time=True),
+        AxisRules(rules=rules_of_chunks(lengths, blocks_of_tokens), of_time=True),
     )
     unrolled = unroll(made, AXIS, [length // unit for length in lengths])
     entering = made.forms[stream.name][part]

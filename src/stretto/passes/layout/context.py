@@ -16,13 +16,13 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD, OWN
 from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.attention import ROWS, emit_shared, placed, results_of
+from stretto.passes.layout.attention import ROWS, first_of, placed, results_of, with_over
 from stretto.passes.layout.emit import REDUCE, Emitter
 from stretto.passes.layout.kernels import BACKWARDS, KERNELS, arguments, mask_of
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, OpGiven, Rule
+from stretto.passes.layout.rules import Choice, OpGiven, Rule, emit_op
 from stretto.passes.rewrite import with_uses
 
 SEQUENCE_DIM = 1
@@ -57,7 +57,7 @@ def rows_of_masks(ahead: Ahead, blocks: int) -> tuple[dict[str, AxisPlacement], 
     best: dict[str, AxisPlacement] = {}
     above: set[str] = set()
     for op in reversed(ahead.made.values()):
-        mask = mask_of(op) if op.target in KERNELS else None
+        mask = mask_of(op) if op.target.removeprefix("layout.") in KERNELS else None
         spec = None if mask is None else ahead.spec(mask)
         if mask is not None and spec is not None:
             above.add(mask)
@@ -108,26 +108,26 @@ def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
 
 def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     """Step 1. kind: as the setting `cp_kind`."""
-    first = 1 if op.target in BACKWARDS else 0
+    first, hidden = first_of(op), mask_of(op)
     queries, keys = given.specs[first : first + 2]
     if kind == "auto":
         kind = _kind(queries, keys, given.size)
     rows, mask = sharded(ROWS, blocks_of(kind)), REPLICATED
     unlike = arguments(op)["is_causal"] and queries.shape[ROWS] != keys.shape[ROWS]
-    if given.placements[first] != rows or unlike:
+    of_mask = first and any(op.outputs[3:])  # its gradient
+    if given.placements[first] != rows or unlike or of_mask:
         return
-    hidden = mask_of(op)
     shape = () if hidden is None else given.specs[operands(op).index(hidden)].shape
     if shape[-2:-1] > (1,) and kind != "ulysses":
         mask = sharded(len(shape) - 2, rows.blocks)
-    inputs = placed(op, given, rows, rows, mask)
+    inputs, results = placed(op, given, rows, rows, mask), results_of(op, rows, rows)
 
     def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
         over = (out.axis, out.size, kind, rows.blocks > 1, ())
-        return (emit_shared(out, op, local, over, op.flops // out.size),)
+        return emit_op(Choice(inputs or (), results), out.size)(out, with_over(op, over), local)
 
     if inputs is not None:
-        yield Choice(inputs, results_of(op, rows, rows), emit)
+        yield Choice(inputs, results, emit)
 
 
 def _is_mean_of_rows(op: Op, logp: AxisPlacement, weighted: bool) -> bool:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
-from stretto.ir.op_names import names
+from stretto.ir.op_names import OWN, names
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
@@ -23,7 +23,7 @@ HEADS = 1
 
 JOB_DEVICE = Const("device", "job")
 _OTHERS = (
-    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE),
+    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE, OWN),
     *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
 )
 
@@ -41,13 +41,16 @@ def summed_in(dtype: str) -> str:
 
 class StepOps:
     """Emits ops for one attention. start: how names begin; kind, halves, lengths: see `emit`; random: whether
-    the kernel draws. blocks: of rows that are one behind another; of "ulysses", those of ranks."""
+    the kernel draws. blocks: of rows that are one behind another; of "ulysses", those of ranks; at_hand:
+    whether all keys are; cats: result -> the same as it was joined."""
 
     def __init__(self, out: Emitter, op: Op) -> None:
         self.out, self.start, self.random = out, op.name, op.random
         self.axis, self.size, self.kind, self.halves, self.lengths = dict(op.kwargs)[OVER]
         self.blocks = 2 if self.halves else self.size if self.kind == "ulysses" else 1
+        self.at_hand = self.size == 1 or self.kind == "ulysses"
         self._names: dict[str, str] = {}
+        self.cats: dict[str, str] = {}
         self._joined: dict[tuple[str, ...], str] = {}
 
     def emit(self, what: str, target: str, *args: Arg, flops: int = 0, **kwargs: Arg) -> str:
@@ -149,6 +152,7 @@ class StepOps:
         """A slice; of what was joined, the parts of it."""
         if (start, end) == (0, self.shape(x)[dim]):
             return x
+        x = self.cats.get(x, x)
         inside, at = [], 0
         op = self.out.made.get(x)
         for part in op.args[0] if op is not None and op.target == CAT and op.args[1:] == (dim,) else ():
@@ -158,6 +162,10 @@ class StepOps:
         if inside and sum(self.shape(part)[dim] for part in inside) == end - start:
             return self.joined(inside, dim)
         return self.out.emit("aten.slice.Tensor", Ref(x), dim, start, end, name=f"{x}_rows")
+
+    def own(self, x: str) -> str:
+        """A rank's part of the sequence, of which it goes on with some rows."""
+        return self.once(f"own_{x}", lambda: self.emit("own", OWN, Ref(x), self.axis)) if self.halves else x
 
     def parts(self, x: str) -> list[str]:
         """Rows of chunks, one chunk behind another."""
