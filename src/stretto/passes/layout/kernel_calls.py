@@ -44,7 +44,8 @@ class Tile:
     @property
     def name(self) -> str:
         chunk = f"chunk_{self.chunk}_" if self.chunk else ""
-        return f"{chunk}step_{self.step}" + {None: "", 1: "_later"}.get(self.queries, f"_{self.queries}")
+        which = "later" if self.queries == 1 else self.queries
+        return f"{chunk}step_{self.step}" + ("" if which is None else f"_{which}")
 
 
 class KernelCalls:
