@@ -176,10 +176,12 @@ class KernelCalls:
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
     def _state(self, tile: Tile) -> list[Arg]:
-        """What a kernel has drawn by. Without dropout that is nothing, and calls of one kernel share it."""
+        """What a kernel has drawn by. Without dropout that is nothing, and calls of one shape share it."""
         kernel, made, _ = self.saved[tile]
         if not self.given["dropout_p"]:
-            made = next(of for other, of, _ in self.saved.values() if other == kernel)
+            alike = (one for one in self.saved if one.chunk == tile.chunk)
+            alike = (one for one in alike if (one.queries is None) == (tile.queries is None))
+            made = next(self.saved[one][1] for one in alike if self.saved[one][0] == kernel)
 
         def taken(at: int) -> str:
             return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
