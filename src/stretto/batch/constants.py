@@ -243,14 +243,6 @@ def _module_name(path: Path) -> str:
 
 
 def _below(owner: weakref.ref[nn.Module], path: Path) -> Callable[[], Any]:
-    first, rest = path[0], path[1:]
-
-    def own() -> Any:
-        module = owner()
-        if module is not None and (content := module.__dict__.get(first[1:], MISSING)) is not MISSING:
-            return content
-        return get()
-
     def get() -> Any:
         item: Any = owner()
         for step in path:
@@ -259,4 +251,4 @@ def _below(owner: weakref.ref[nn.Module], path: Path) -> Callable[[], Any]:
             item = part(item, step)
         return item
 
-    return get if rest else own
+    return get

@@ -36,7 +36,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Shard
 from stretto.parallelize import ops
 from stretto.parallelize.tensor import AXIS, TensorParallel
-from stretto.tensor.clip import layout_on
+from stretto.tensor.clip import mesh_ranks
 from stretto.tensor.dtensor_adapter import Spec, described, local_of, new_spec, outside_modes, spec_of
 from stretto.tensor.errors import tensor_name
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
@@ -73,9 +73,9 @@ class OnMeshes:
     def place(self, mesh: DeviceMesh) -> int:
         """The stage of a mesh to which the program reshards. Raises UsageError for a mesh of no parameter."""
         with outside_modes():
-            ranks = ranks_of(mesh)
+            ranks = mesh_ranks(mesh)
         for stage, own in enumerate(self.meshes):
-            if ranks_of(own) == ranks:
+            if mesh_ranks(own) == ranks:
                 return stage
         raise UsageError(
             f"the captured program reshards to a mesh of ranks {list(ranks)}, on which no parameter "
@@ -92,11 +92,6 @@ class OnMeshes:
             if not (placement := self.placements[name]).is_replicate()
         }
         return TensorParallel(self.size, shards)
-
-
-def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """All ranks of a mesh."""
-    return tuple(layout_on(mesh, (Replicate(),) * mesh.ndim).ranks)
 
 
 class MeshProgram:
@@ -137,11 +132,6 @@ class MeshProgram:
 
     def shard(self, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> GlobalTensor:
         """A plain tensor, which all ranks have, as one on a mesh."""
-        if isinstance(tensor, DTensor):
-            raise UsageError(
-                f"shard of {tensor_name(tensor)}: it is on a mesh already; use stretto.reshard(x, mesh, "
-                "placements)"
-            )
         own = self._on.meshes[self._on.place(mesh)]
         wanted = [Replicate()] if placements is None else placements
         wanted = checked_placements(f"shard of {tensor_name(tensor)}", tuple(tensor.shape), mesh, wanted)

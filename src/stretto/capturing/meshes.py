@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.capturing.graph import Traced
-from stretto.capturing.mesh_program import OnMeshes, check_placement, ranks_of
+from stretto.capturing.mesh_program import OnMeshes, check_placement
 from stretto.capturing.split import Placement as StagesOfOps
 from stretto.capturing.split import place
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Op
 from stretto.passes.layout.program import Origin
+from stretto.tensor.clip import mesh_ranks
 from stretto.tensor.errors import mesh_name, placements_name
 
 
@@ -53,7 +54,7 @@ def on_meshes(
         )
     first: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, tensor in placed.items():
-        first.setdefault(ranks_of(tensor.device_mesh), (name, tensor.device_mesh))
+        first.setdefault(mesh_ranks(tensor.device_mesh), (name, tensor.device_mesh))
     _check_meshes(first)
     meshes = [first[ranks][1] for ranks in sorted(first)]
     size = len(min(first))
@@ -61,7 +62,7 @@ def on_meshes(
     numbers = {ranks: stage for stage, ranks in enumerate(sorted(first))}
     result = OnMeshes(
         tuple(meshes),
-        {name: numbers[ranks_of(tensor.device_mesh)] for name, tensor in placed.items()},
+        {name: numbers[mesh_ranks(tensor.device_mesh)] for name, tensor in placed.items()},
         {name: tensor.placements[0] for name, tensor in placed.items()},
     )
     for name, tensor in placed.items():
@@ -136,7 +137,7 @@ def place_on_meshes(traced: Traced, on: OnMeshes) -> StagesOfOps:
     Raises UsageError when execution never reaches a mesh, and when a parameter is used where it is not.
     """
     count = len(on.meshes)
-    names = [_mesh(ranks_of(mesh)) for mesh in on.meshes]
+    names = [_mesh(mesh_ranks(mesh)) for mesh in on.meshes]
     never = [k for k in range(1, count) if k not in traced.borders]
     if never:
         name = next(name for name, k in on.places.items() if k == never[0])
@@ -149,7 +150,7 @@ def place_on_meshes(traced: Traced, on: OnMeshes) -> StagesOfOps:
         reached = sorted(range(1, count), key=lambda k: traced.borders[k])
         raise UsageError(
             f"the program's forward reaches the meshes of ranks "
-            f"{_lists([ranks_of(on.meshes[k]) for k in reached])} in this order; stages come one "
+            f"{_lists([mesh_ranks(on.meshes[k]) for k in reached])} in this order; stages come one "
             "after another: number ranks so, and reshard a tensor right before the layer that needs it"
         )
     placed = place(_entered(traced, on, cuts), count, cuts, buffers=False)

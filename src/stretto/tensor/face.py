@@ -56,10 +56,6 @@ def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | Non
                             done[one] = _shard_tensor(one, mesh, placements)
                         kept[name] = done[one]  # type: ignore[assignment]
         return tensor
-    program = captured()
-    if program is not None:
-        made: Thing = program.shard(tensor, mesh, placements)
-        return made
     return _shard_tensor(tensor, mesh, placements)
 
 
@@ -90,6 +86,10 @@ def _shard_tensor(
     where = f"shard of {errors.tensor_name(tensor)}"
     if isinstance(tensor, DTensor):
         raise UsageError(f"{where}: it is on a mesh already; use stretto.reshard(x, mesh, placements)")
+    program = captured()
+    if program is not None:
+        placed: GlobalTensor = program.shard(tensor, mesh, placements)
+        return placed
     if not tensor.is_leaf:
         raise UsageError(
             f"{where}: it is the result of an op that wants a gradient, and its other ranks' gradients would "
