@@ -1,10 +1,11 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
-   leaves (`stretto.passes.layout.context`). The sequence is cut in chunks (`stretto.passes.layout.chunks`),
-   and a rank's ops come in the place of modules of experts (`stretto.capturing.experts`). Placements of
-   parameters over tp come from the plan (`stretto.parallelize.tensor`); with sequence parallelism, what
-   enters the first block is sharded along the sequence.
+1. Axes are passes in turn. Ranks keep parameters of their own experts. Context-parallel ranks share the
+   sequence of the batch's leaves (`stretto.passes.layout.context`). The sequence is cut in chunks
+   (`stretto.passes.layout.chunks`), and a rank's ops come in the place of modules of experts
+   (`stretto.capturing.experts`). Placements of parameters over tp come from the plan
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -18,32 +19,34 @@ import torch
 from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
-from stretto.capturing.experts import by_chunk, with_experts
+from stretto.capturing.experts import along_experts, by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import CP, TENSOR
-from stretto.ir.op_names import ATTENTION
+from stretto.ir.axes import CP, EP, TENSOR
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.attention import shared
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.context import (
+    blocks_of,
     rows_of_masks,
     rules_of,
     sequence_of,
     sequences,
     with_own_tokens,
-    with_plain_lse,
 )
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
+from stretto.passes.layout.rules import as_kernel
 from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
@@ -72,6 +75,8 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
         return made.program
 
     try:
+        if layout.experts is not None:
+            program = along(EP.name, along_experts(program, layout, model))
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
             program = with_own_tokens(program, CP.name)
@@ -101,9 +106,8 @@ def _may_be_partial(traced: Traced) -> frozenset[str]:
 
 def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
     """Raises UsageError for a sequence that ranks cannot share equally."""
-    size = layout.context
-    blocks = 1 if layout.context_kind == "ulysses" else 2
-    program = with_plain_lse(program)
+    size, blocks = layout.context, blocks_of(layout.context_kind)
+    program = shared(program)
     ahead = Ahead(program, size, dict(program.given))
     length = sequence_of(ahead, traced.full)
     if not length:
@@ -121,7 +125,7 @@ def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> Shar
     own = AxisRules(parts, best, rules_of(layout.context_kind), mirrored=blocks == 2)
     made = shard(program, CP.name, size, {}, {}, _may_be_partial(traced), own)
     for one in made.gathered:
-        if one.op.target in ATTENTION:
+        if as_kernel(one.op).target in ATTENTION | ATTENTION_BACKWARD:
             raise UsageError(
                 f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
                 "compute the rows of their own queries: drop cp"
@@ -134,7 +138,8 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
     program = program if chunks.full else by_chunk(program)
-    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial)
+    blocks = 1 if layout.context == 1 else blocks_of(layout.context_kind)
+    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
 
 
 def _along_tensor(

@@ -74,7 +74,8 @@ def calibrate(
     # A trace by itself is an input as good as a plan. Nothing is measured then: it may be of another machine.
     traces_only = bool(traces) and not jobs
     captured_for = [one.kind for one in result if traces_only] + [job.device for job in jobs]
-    kind: str = device or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
+    captured_for.append("cuda" if torch.cuda.is_available() else "cpu")
+    kind: str = device or captured_for[0]
     for trace, name in zip(result, traces, strict=True):
         if trace.kind != kind:
             raise UsageError(

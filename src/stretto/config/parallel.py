@@ -160,10 +160,6 @@ class ParallelSettings(Settings):
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
-        if self.cp > 1 and self.ampipe_degree != 1:
-            raise ValueError(
-                f"ampipe_degree = {self.ampipe_degree!r} does not go with cp = {self.cp} yet: drop one"
-            )
         for key, (what, wanted) in IDLE.items():
             given = getattr(self, key)
             idle = all(getattr(self, one) == 1 for one in wanted)

@@ -13,7 +13,9 @@ from stretto.backend.dispatch_adapter import resolve
 from stretto.capturing.laid_out import program_of
 from stretto.capturing.trace import trace
 from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
-from stretto.passes.layout.attention import CUDNN, FLASH, IN_CHUNKS, backward_of
+from stretto.passes.layout.attention import rules_of_chunks, shared
+from stretto.passes.layout.context_steps import in_steps
+from stretto.passes.layout.kernels import CUDNN, FLASH, backward_of
 from stretto.passes.layout.placement import sharded
 from stretto.passes.layout.program import Origin, StepProgram
 from stretto.passes.layout.shard import AxisRules, shard
@@ -113,8 +115,9 @@ def test_behind_the_first_chunk_cudnns_attention_is_flash_attention() -> None:
         {},
     )
     wishes = {name: sharded(2) for name in "qkv"}
-    made = shard(program, "chunk", 3, {}, wishes, own=AxisRules(rules=IN_CHUNKS, of_time=True))
-    targets = [op.target for op, _ in unroll(made, "chunk", (1, 1, 1)).program.ops]
+    own = AxisRules(rules=rules_of_chunks((4, 4, 4), 1), of_time=True)
+    made = shard(shared(program), "chunk", 3, {}, wishes, own=own)
+    targets = [op.target for op, _ in in_steps(unroll(made, "chunk", (1, 1, 1)).program).ops]
     kernels = [target for target in targets if "attention" in target]
     both = (CUDNN, FLASH, FLASH)
     assert kernels == [*both, *map(backward_of, both)]
