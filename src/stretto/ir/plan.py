@@ -255,12 +255,11 @@ class Plan:
     def again_us(self) -> tuple[float, ...]:
         """By rank: time of a step's ops that compute again what the forward made."""
         result = [0.0] * self.ranks
-        for stage in self.job.stages:
-            for op in (op for ops in stage.ops.values() for op in ops):
-                if op.repeats:
-                    # A view or a wait costs nothing, and need not be named.
-                    us = self.costs.op_us.get((stage.index, op.name), 0.0)
-                    result[self.rank_of(stage.index)] += us * self.job.microbatches
+        for stage, op in self.job.all_ops:
+            if op.repeats:
+                # A view or a wait costs nothing, and need not be named.
+                us = self.costs.op_us.get((stage, op.name), 0.0)
+                result[self.rank_of(stage)] += us * self.job.microbatches
         return tuple(result)
 
     def _recompute(self) -> str:

@@ -199,6 +199,11 @@ class Stage:
     index: int
     ops: Mapping[Phase, tuple[Op, ...]]
 
+    @property
+    def all_ops(self) -> Iterator[Op]:
+        """Those of all its programs."""
+        return (op for ops in self.ops.values() for op in ops)
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -306,6 +311,11 @@ class Job:
     optimizer: OptimizerKind = "adamw"
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
+
+    @property
+    def all_ops(self) -> Iterator[tuple[int, Op]]:
+        """Those of all stages, each with its stage."""
+        return ((stage.index, op) for stage in self.stages for op in stage.all_ops)
 
     def size(self, axis: str) -> int:
         """The size of an axis other than pp."""

@@ -93,7 +93,7 @@ def _copies(op: Op, specs: Mapping[str, TensorSpec]) -> bool:
 def _dense_collectives(job: Job) -> Job:
     """Step 5."""
     specs = specs_of(job)
-    if not any(_copies(op, specs) for stage in job.stages for ops in stage.ops.values() for op in ops):
+    if not any(_copies(op, specs) for _, op in job.all_ops):
         return job
 
     def dense(op: Op) -> tuple[Op, ...]:
@@ -111,8 +111,7 @@ def _by_strides(stage: Stage, value: str) -> bool:
     """Whether step 4 is about the stage and a value that it is sent."""
     return any(
         op.target.startswith("aten.as_strided") and (op.alias == value or value in op.uses)
-        for ops in stage.ops.values()
-        for op in ops
+        for op in stage.all_ops
     )
 
 

@@ -129,7 +129,7 @@ class _Repeat:
         self.again = closed(self.forward, again) - single
         self.needed = self._needed((Phase.I, Phase.W))
         self.new_name = {name: name + AGAIN for name in self.needed}
-        taken = {op.name for ops in stage.ops.values() for op in ops}.intersection(self.new_name.values())
+        taken = {op.name for op in stage.all_ops}.intersection(self.new_name.values())
         assert not taken, f"stage {stage.index} has ops named as repeated ones would be: {sorted(taken)}"
 
     def stage(self) -> Stage:
@@ -236,7 +236,7 @@ class _Repeat:
 
 
 def _forget(stage: Stage) -> Stage:
-    first = {op.name: op.repeats for ops in stage.ops.values() for op in ops if is_repeated(op)}
+    first = {op.name: op.repeats for op in stage.all_ops if is_repeated(op)}
     if not first:
         return stage
     return changed(

@@ -126,7 +126,7 @@ def overlaps(step: Step) -> bool:
 
 def communicates(job: Job) -> bool:
     """Whether any op starts a collective."""
-    return any(op.kind is not None for stage in job.stages for ops in stage.ops.values() for op in ops)
+    return any(op.kind is not None for _, op in job.all_ops)
 
 
 def names(variant: Variant) -> str:

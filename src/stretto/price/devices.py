@@ -154,11 +154,9 @@ def device_peak(job: Job, device: Device) -> Peak:
 def job_peak(job: Job, flops_per_us: Callable[[str], float], source: str) -> Peak:
     """The job's peak where ops of a dtype have these rates. source: of the rates."""
     flops = time_us = 0.0
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            for op in ops:
-                flops += op.flops
-                time_us += op.flops / flops_per_us(op_dtype(op))
+    for _, op in job.all_ops:
+        flops += op.flops
+        time_us += op.flops / flops_per_us(op_dtype(op))
     return Peak(flops / time_us if time_us else flops_per_us("bfloat16"), source)
 
 
