@@ -123,11 +123,7 @@ def price_list(
 
 def specs_of(job: Job) -> dict[str, TensorSpec]:
     """Value name -> spec, for every value of the step that is one tensor."""
-    result = given_specs(job)
-    for _, op in job.all_ops:
-        if len(op.outputs) == 1 and op.outputs[0] is not None:
-            result[op.name] = op.outputs[0]
-    return result
+    return given_specs(job) | {op.name: op.spec for _, op in job.all_ops if op.spec is not None}
 
 
 def signature(op: Op, specs: Specs) -> str:

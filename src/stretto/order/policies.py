@@ -18,7 +18,7 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -236,8 +236,18 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
     or one that comes before what it needs. Also for a user's policy that fails.
     """
     where = f"policy {name!r}, window {graph.window.name}"
-    count = len(graph.nodes)
-    order = tuple(_index(where, given, count) for given in _given(name, graph, where))
+    policy, count = policy_of(name), len(graph.nodes)
+    try:
+        # Of too many the first that is one too many: a policy may never end.
+        given = list(islice(policy(graph), count + 1))
+    except Exception as error:
+        if name in BUILT_IN or isinstance(error, StrettoError):
+            raise  # of a policy with a message of its own, or of a defect here
+        raise UsageError(
+            f"{where}: the policy fails with {type(error).__name__}: {error}; it has to give the indexes of "
+            "`graph.nodes` in their order, for every window"
+        ) from error
+    order = tuple(_index(where, one, count) for one in given)
     positions = {index: at for at, index in enumerate(order)}
     if len(positions) < len(order):
         twice = next(index for at, index in enumerate(order) if positions[index] != at)
@@ -253,23 +263,6 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
                     "needs; keep every node behind all of `graph.before`"
                 )
     return order
-
-
-def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
-    """What the policy gives, one by one; of too many the first that is one too many, as it may never end."""
-    policy = policy_of(name)
-    try:
-        given: object = policy(graph)
-        if isinstance(given, Iterable):
-            return list(islice(given, len(graph.nodes) + 1))
-    except Exception as error:
-        if name in BUILT_IN or isinstance(error, StrettoError):
-            raise  # of a policy with a message of its own, or of a defect here
-        raise UsageError(
-            f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "
-            "order every window"
-        ) from error
-    raise UsageError(f"{where}: it gives {short(given)}; give the indexes of `graph.nodes` in their order")
 
 
 def _index(where: str, given: object, count: int) -> int:

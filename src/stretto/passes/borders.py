@@ -270,9 +270,8 @@ def _behind(job: Job, edges: Sequence[Edge], chain: Sequence[Op]) -> Job:
     gone = {op.name for op in chain}
     part = chain[0].args[0].name
     phase, spec = next(
-        (phase, op.outputs[0]) for phase in PHASES for op in programs[source][phase] if op.name == part
+        (phase, op.made) for phase in PHASES for op in programs[source][phase] if op.name == part
     )
-    assert spec is not None
     for made in PHASES:
         programs[source][made] = tuple(op for op in programs[source][made] if op.name not in gone)
     for edge in edges:

@@ -17,7 +17,7 @@ from typing import Any
 from stretto.errors import UsageError, meant
 from stretto.ir.costs import Peak
 from stretto.ir.program import Job, Op
-from stretto.price.collectives import Fabric, Topology
+from stretto.price.collectives import Fabric
 from stretto.price.efficiency import Efficiency, Roof
 
 GB_PER_S = 1000.0
@@ -57,10 +57,6 @@ class Device:
     def memory_bytes(self) -> int:
         return int(self.number("memory_gb") * 1e9)
 
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.figures["topology"].value)
-
     def roof(self) -> Roof:
         """The device as ops see it."""
         return Roof(
@@ -75,7 +71,7 @@ class Device:
         rings = self.figures.get("ring_gbps")
         return Fabric(
             node_devices=self.node_devices,
-            topology=self.topology,
+            topology=self.figures["topology"].value,
             device_bytes_per_us=self.number("link_gbps") * GB_PER_S,
             peer_bytes_per_us=self.number("peer_gbps") * GB_PER_S,
             nic_bytes_per_us=self.number("nic_gbit") / 8 * GB_PER_S,

@@ -269,13 +269,7 @@ def _stuck(
     for missing, ranks in waiting.items():
         for rank in ranks:
             slot = schedule.orders[rank][next_slot[rank]]
-            if missing in slot.actions:
-                where = "which is overlapped with it"
-            elif missing not in rank_of:
-                where = "which no rank runs"
-            elif rank_of[missing] == rank:
-                where = "which the same rank runs later"
-            else:
-                where = f"which rank {rank_of[missing]} has not reached"
+            known = missing in rank_of
+            where = f"which rank {rank_of[missing]} has not reached" if known else "which no rank runs"
             faults.append((rank, f"rank {rank}: {slot} waits for {missing}, {where}"))
     return [text for _, text in sorted(faults)]
