@@ -20,7 +20,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -161,6 +161,14 @@ class Communicator:
         return self.axes[0] == PIPELINE
 
 
+_writers: list[Callable[[Plan, Path], None]] = []
+
+
+def written_by(write: Callable[[Plan, Path], None]) -> None:
+    """Say how plans are written to a file. `stretto.ir.serialize` does, which reads this module."""
+    _writers[:] = [write]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
@@ -265,9 +273,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
-        from stretto.ir.serialize import save_plan  # here, as it reads this module
-
-        save_plan(self, path)
+        (write,) = _writers
+        write(self, Path(path))
 
     def __str__(self) -> str:
         head = (

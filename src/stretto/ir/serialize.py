@@ -21,7 +21,7 @@ from stretto.files.codec import SPECIAL_FLOATS, Codec, Form, Misfit, TextLayout,
 from stretto.files.parse import LARGEST
 from stretto.files.typed_file import TypedFile, read_text, to_line
 from stretto.ir.action import Slot, parse_slot
-from stretto.ir.plan import VERSION, Instruction, Item, Plan
+from stretto.ir.plan import VERSION, Instruction, Item, Plan, written_by
 from stretto.ir.program import DTYPE_BYTES, Arg, Const, Job, Op, Ref, Shard, TensorSpec
 from stretto.ir.references import broken_references
 
@@ -141,6 +141,9 @@ def plan_to_text(plan: Plan) -> str:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the file in full or not at all. Raises StrettoError and UsageError as `TypedFile.save`."""
     FILE.save_text(plan_to_text(plan), path)
+
+
+written_by(save_plan)
 
 
 def plan_from_text(text: str, where: str = "plan", edited: bool = False) -> Plan:

@@ -99,7 +99,7 @@ def list_order(
     """
     limit = captured_limit(graph) if limit_bytes is None else limit_bytes
     scope = SearchScope((make_rank_window(graph),), 0.0, 0.0, limit_bytes=limit)
-    result = scope.walk(SearchPoint((urgencies(graph) if urgency is None else urgency,), (0.0,)))
+    result = scope.walk(SearchPoint((urgencies(graph) if urgency is None else urgency,)))
     assert result is not None, "a window by itself comes to its end"
     return result.orders[0]
 
@@ -118,12 +118,12 @@ def improve_order(
     # All ops where they can run, also the small ones: by the longest path, and as the search orders them.
     search = OrderSearch(fine, WalkBudget(0))
     search.best = captured
-    search.tried(SearchPoint((urgencies(graph),), (0.0,)))
+    search.tried(SearchPoint((urgencies(graph),)))
     if not search.close and walks != 0:
         order = _searched(graph, fine, walks, share)
         search.tried(SearchPoint(orders=(order,)))
         positions = {index: -float(at) for at, index in enumerate(order)}
-        search.tried(SearchPoint(([positions[index] for index in range(len(order))],), (0.0,)))
+        search.tried(SearchPoint(([positions[index] for index in range(len(order))],)))
     return search.best.orders[0]
 
 
@@ -135,8 +135,7 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     starts_us = [node.time_us for node in graph.nodes if node.role is Role.START]
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(window.stretches))
     search = OrderSearch(replace(fine, windows=(window,), change_us=CHANGE * typical_us), budget)
-    for patience in (0.0, 0.5):
-        search.tried(SearchPoint((urgencies(graph),), (patience,)))
+    search.tried(SearchPoint((urgencies(graph),)))
     search.go(new_urgencies, budget.left // 2, STALE_WALKS)
     search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
