@@ -262,7 +262,7 @@ def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_e
     full_values = search.scope.windows
 
     def improved(search: OrderSearch) -> WalkResult:
-        best = search.go(ForwardBackward(full_values), 100, 100).best
+        best = search.go(ForwardBackward(full_values), 100).best
         assert best is not None
         return best
 
@@ -283,7 +283,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(
     stages: int, collective_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, costs = job_of(stages=stages, collective_us=collective_us)
-    monkeypatch.setattr(whole_step, "MOVES", 30)
+    monkeypatch.setattr(whole_step, "STALE_WALKS", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values() if window.actions)
     verify(plan)

@@ -54,7 +54,7 @@ FEWEST = 30
 """Walks of even the largest window. Assumed."""
 
 STALE_WALKS = 100
-"""Walks without a gain that end a move of the search. Assumed."""
+"""Walks without a gain that end the search. Assumed."""
 
 CHANGE = 2.0
 """By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops.
@@ -134,7 +134,7 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(window.stretches))
     search = OrderSearch(replace(fine, windows=(window,), change_us=CHANGE * typical_us), budget)
     search.tried(SearchPoint((urgencies(graph),)))
-    search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
+    search.go(ForwardBackward((window,)), STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
 

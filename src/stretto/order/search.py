@@ -153,12 +153,10 @@ class OrderSearch:
         """Whether there is nothing to gain, or no walk left."""
         return self.close or not self.budget.left
 
-    def go(self, move: ForwardBackward, most: int, stale: int) -> OrderSearch:
-        """So many moves at most, and so many walks without a gain; itself."""
+    def go(self, move: ForwardBackward, stale: int) -> OrderSearch:
+        """Until there were so many walks without a gain; itself."""
         self.stale = 0
-        for _ in range(most if self.best is not None else 0):
-            if self.ended or self.stale >= stale:
-                break
+        while self.best is not None and not self.ended and self.stale < stale:
             for point in move(self):
                 if not self.ended:
                     self.tried(point)

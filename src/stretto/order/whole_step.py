@@ -54,10 +54,6 @@ LITTLE = 0.003
 Measured on the tensor race of hidden 2048: the search comes to 1.133 of the bound, to 1.176 with 0.0005,
 1.126 with 0.01, 1.138 with 0.02 and 1.157 with 0.04. Two small GPTs have no order in reach with 0.01."""
 
-MOVES = 600
-"""Moves at most. Measured on GPTs over pp=2 tp=2: 60 of forward-backward
-improvement gain 1 to 7 %, and 300 up to another 2 %."""
-
 STALE_WALKS = 300
 """Walks without a gain that end the search. Assumed."""
 
@@ -99,7 +95,7 @@ def order_together(
         _begin(search, plan, each_us)
         if walks is None:
             budget.left = int(budget.left * _wide(search, bound_us))
-        search.go(ForwardBackward(scope.windows), MOVES, STALE_WALKS)
+        search.go(ForwardBackward(scope.windows), STALE_WALKS)
     except KeyboardInterrupt as error:
         if search.best is None or watch is None:
             raise
