@@ -111,7 +111,7 @@ def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, OrderSe
     """A step with long collectives and urgencies that were drawn, and a search that has come there."""
     plan = whole_plan(*job_of(collective_us=300.0))
     draw = random.Random(0)
-    scope = SearchScope(rank_windows(plan, little=0.0005), enough_us, 1000.0, plan)
+    scope = SearchScope(rank_windows(plan, (), 0.0005), enough_us, 1000.0, plan)
     search = OrderSearch(scope, WalkBudget(walks + 1))
     urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.windows)
     assert search.tried(SearchPoint(urgency))

@@ -4,9 +4,9 @@ it goes.
     1. How urgent an op is: the longest path to the end of its microbatch, over all ranks and lanes, less part
        of the step for every microbatch before its own. Without that part all forwards come first; with much
        of it, microbatches follow one another as in 1F1B.
-    2. That part (SLOPES) is tried, the best kept. Small ops are not placed by themselves (LITTLE): a move
-       then changes more.
-    3. The search goes on from there.
+    2. That part (SLOPES) is tried, with more and with fewer of the small ops placed by themselves (LITTLE):
+       with fewer, a move changes more.
+    3. The search goes on from the best.
 
 The search takes the time that the step is worth over its run (EFFORT), less where little is left above the
 bound (WIDE), and shows how far it came.
@@ -49,10 +49,10 @@ WIDE = 0.1
 """Part of the bound by which the best of step 2 is above it where all of that time is taken; of less, less.
 Assumed: a search gains 1 to 7 % of the step, and much of what is left above the bound no order can have."""
 
-LITTLE = 0.003
-"""Share of a microbatch's work on a rank up to which an op comes directly before its first user, as views do.
-Measured on the tensor race of hidden 2048: the search comes to 1.133 of the bound, to 1.176 with 0.0005,
-1.126 with 0.01, 1.138 with 0.02 and 1.157 with 0.04. Two small GPTs have no order in reach with 0.01."""
+LITTLE = (0.003, 0.01)
+"""Shares of a microbatch's work on a rank up to which an op comes directly before its first user, as views do:
+Measured: with the first alone the job "pp2 tp2 eager-1f1b" of `benchmarks/grid.py` takes 9 % longer, with the
+second alone two small GPTs 15 and 20 %."""
 
 STALE_WALKS = 300
 """Walks without a gain that end the search. Assumed."""
@@ -89,13 +89,20 @@ def order_together(
     allowed = walks or walks_allowed(items, bound_us if worth_us is None else worth_us)
     each_us = bound_us / plan.job.microbatches
     budget = WalkBudget(allowed, watch, bound_us)
-    scope = SearchScope(rank_windows(plan, frees), CLOSE * bound_us, CHANGE * each_us, plan)
-    search = OrderSearch(scope, budget)
+    scopes = [
+        SearchScope(rank_windows(plan, frees, little), CLOSE * bound_us, CHANGE * each_us, plan)
+        for little in LITTLE
+    ]
+    searches = [OrderSearch(scope, budget) for scope in scopes]
+    search = searches[0]
     try:
-        _begin(search, plan, each_us)
+        known_us = tails_us(plan.job, plan.costs, plan.schedule.stage_ranks)
+        for one in searches:
+            _begin(one, known_us, each_us)
+            search = min(search, one, key=lambda begun: begun.measure_us)
         if walks is None:
             budget.left = int(budget.left * _wide(search, bound_us))
-        search.go(ForwardBackward(scope.windows), STALE_WALKS)
+        search.go(ForwardBackward(search.scope.windows), STALE_WALKS)
     except KeyboardInterrupt as error:
         if search.best is None or watch is None:
             raise
@@ -106,7 +113,7 @@ def order_together(
         of_rank.graph.window.name: replace(
             of_rank.graph.window, items=tuple(of_rank.graph.nodes[index].item for index in order)
         )
-        for of_rank, order in zip(scope.windows, search.best.orders, strict=True)
+        for of_rank, order in zip(search.scope.windows, search.best.orders, strict=True)
     }
     return windows, budget
 
@@ -116,9 +123,8 @@ def walks_allowed(items: int, worth_us: float) -> int:
     return max(1, int(EFFORT * worth_us) // max(1, items))
 
 
-def _begin(search: OrderSearch, plan: Plan, each_us: float) -> None:
-    """Step 2. each_us: the bound of a microbatch."""
-    known_us = tails_us(plan.job, plan.costs, plan.schedule.stage_ranks)
+def _begin(search: OrderSearch, known_us: Mapping[NodeKey, float], each_us: float) -> None:
+    """Step 2. known_us: `tails_us`; each_us: the bound of a microbatch."""
     for slope in SLOPES:
         if not search.ended:
             later_us = slope * each_us
@@ -171,7 +177,7 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Node
     }
 
 
-def rank_windows(plan: Plan, frees: Frees = (), little: float = LITTLE) -> tuple[RankWindow, ...]:
+def rank_windows(plan: Plan, frees: Frees, little: float) -> tuple[RankWindow, ...]:
     """By rank, what is ordered. frees: by rank, as in `make_graph`; little: as in `make_rank_window`."""
     result: list[RankWindow] = []
     for rank, (slot,) in enumerate(plan.schedule.orders):
