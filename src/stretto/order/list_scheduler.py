@@ -2,9 +2,11 @@
 
 The order is legal, and the same for the same graph and urgencies.
 
-    1. What can start on a lane, starts: a send or a gradient reduction, then the most urgent collective.
-    2. Of the ops whose values exist the most urgent is next, but before those that take more memory than is
-       left.
+    1. A send that can go, goes, and so does a gradient reduction. Of the ops whose values exist the most
+       urgent is next, but before those for which the lane would have to wait until the slowest rank of its
+       pipeline rank has done its part of a collective; and before those that take more memory than is left.
+    2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
+       more: lanes keep their order, and something more urgent may be ready after the op.
     3. If there is nothing to do, the compute lane waits until something arrives.
     4. Waits, views and ops that take little come directly before their first user (`order.rank_window`).
 
@@ -14,13 +16,19 @@ Source: list scheduling by critical path is Graham's and Hu's; the lanes are tho
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 
 from stretto.order.depend import Role
 from stretto.order.rank_window import RankWindow, WindowMemory
 from stretto.order.resources import WindowResources
 from stretto.order.walk import LaneWalk
+
+AHEAD = 1.25
+"""A lane counts as running dry within this many times the next op's time: collectives may be faster than
+predicted. Assumed."""
 
 
 class ListScheduler(LaneWalk):
@@ -42,9 +50,13 @@ class ListScheduler(LaneWalk):
         self._missing = list(window.count)
         self._to_come = sum(window.placed) + sum(window.waits)
         """Of waits and of what is placed by itself, how many do not exist yet."""
-        self._starts: list[tuple[bool, float, int]] = []
-        """What can start: (whether a collective, -urgency, node)."""
+        self._sends: list[tuple[float, int]] = []
+        self._starts: dict[str, list[tuple[float, int]]] = {}
+        """Lane -> starts that can go: (-urgency, node)."""
         self._ready: list[tuple[float, int]] = []
+        self._flying: dict[str, int] = defaultdict(int)
+        self._free_us: dict[str, float] = defaultdict(float)
+        """Lane -> about when it has done what is started."""
 
     def begin(self) -> None:
         # Those that can go at once; what they let go, they let go themselves.
@@ -56,17 +68,18 @@ class ListScheduler(LaneWalk):
 
     def _can_go(self, index: int) -> None:
         """All that a node needs is there."""
-        role, urgency = self.graph.nodes[index].role, self._urgency[index]
         if self.window.waits[index]:
             arrival = self._arrival(index)
             if arrival is None:
                 self._there(index)
                 return
             arrival.then(partial(self._arrives, index))
-        elif role in (Role.SEND, Role.SUM, Role.START):
-            heapq.heappush(self._starts, (role is Role.START, -urgency, index))
+        elif self.graph.nodes[index].role in (Role.SEND, Role.SUM):
+            heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
-            heapq.heappush(self._ready, (-urgency, index))
+            node = self.graph.nodes[index]
+            queue = self._starts.setdefault(node.lane, []) if node.role is Role.START else self._ready
+            heapq.heappush(queue, (-self._urgency[index], index))
 
     def _arrives(self, index: int) -> None:
         self._there(index)
@@ -83,22 +96,30 @@ class ListScheduler(LaneWalk):
 
     def _go_on(self) -> None:
         placed, needs = self._placed, self.window.needs
-        while self._starts or self._ready:
-            index = heapq.heappop(self._starts)[-1] if self._starts else self._next()
+        while True:
+            if self._sends:
+                index = heapq.heappop(self._sends)[1]
+            elif self._ready:  # steps 1 and 2: the next of the ops that are ready, or a start before it
+                start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
+                index = self._soonest() if start is None else start
+            elif (start := self._dry(0.0)) is not None:
+                index = start
+            else:
+                self._stall()
+                return
             # Step 4: the node, behind all that it needs and that is not placed.
             late_us, work_us = self._put([needed for needed in needs[index] if not placed[needed]])
             if (work_us or late_us) and self._busy(index, late_us, work_us):
                 return
             self._done(index)
-        self._stall()
 
-    def _next(self) -> int:
-        """Step 2. Of those that take more memory than there is, the one after which least is left
-        allocated."""
+    def _soonest(self) -> int:
+        """Step 1: not one for which the lane would wait, or that takes more memory than there is, if there is
+        another. Of those that take more, the one after which least is left allocated."""
         aside: list[tuple[float, int]] = []
         while self._ready:
             entry = heapq.heappop(self._ready)
-            if not self._over(entry[1]):
+            if not self._over(entry[1]) and self._late_us(entry[1]) <= 0.0:
                 break
             aside.append(entry)
         else:
@@ -115,6 +136,25 @@ class ListScheduler(LaneWalk):
             return 0
         return max(0, self.window.most_bytes[index] - memory.frees(index))
 
+    def _late_us(self, index: int) -> float:
+        """How long the lane would wait for the slowest rank of its pipeline rank before this op."""
+        landed_us = -inf
+        for needed in self.window.needs[index]:
+            start = self.graph.nodes[needed].start
+            if start >= 0 and not self._placed[needed]:
+                landed_us = max(landed_us, self._started[start].done_us)
+        return self._straggler.late_us(self._clock.now_us - landed_us)
+
+    def _dry(self, work_us: float) -> int | None:
+        """Step 2, before the next op of so much work."""
+        for lane, starts in self._starts.items():
+            if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
+                return heapq.heappop(starts)[1]
+        return None
+
+    def _free(self, lane: str) -> float:
+        return max(self._clock.now_us, self._free_us[lane]) if self._flying[lane] else self._clock.now_us
+
     def _stall(self) -> None:
         """Step 3; at the end, what no one of this window reads is placed."""
         self._waits_now()
@@ -124,4 +164,15 @@ class ListScheduler(LaneWalk):
 
     def _done(self, index: int) -> None:
         super()._done(index)
+        if index in self._started:
+            node = self.graph.nodes[index]
+            self._free_us[node.lane] = self._free(node.lane) + node.time_us
+            if not self._started[index].done.happened:
+                self._flying[node.lane] += 1
+                self._started[index].done.then(partial(self._landed, index))
         self._there(index)
+
+    def _landed(self, index: int) -> None:
+        """A lane has done what a node started."""
+        self._flying[self.graph.nodes[index].lane] -= 1
+        self._wake(index)
