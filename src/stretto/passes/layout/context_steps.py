@@ -95,6 +95,7 @@ class _Attention:
         self.op, self.ops = op, StepOps(out, op)
         self.kernel: Kernel = KERNELS[self.ops.target]
         self.causal = self.kernel.is_causal(op)
+        self.split = self.causal and self.ops.halves
         rows = self.ops.shape(op.args[0].name)[ROWS]
         self.area = rows * rows * self.ops.size
         self.saved: dict[_Tile, str] = {}
@@ -103,39 +104,39 @@ class _Attention:
 
     # --- step 1 ---------------------------------------------------------------------------------------------
 
-    def _pairs(self, k: str, v: str) -> Callable[[int], tuple[str, str]]:
-        """step -> keys and values. They come side by side, along the features."""
+    def _pairs(self, k: str, v: str) -> Callable[[_Tile], tuple[str, str]]:
+        """Tile -> keys and values. They come side by side, along the features."""
         ops = self.ops
         (own_k, times), (own_v, again) = ops.unrepeated(k), ops.unrepeated(v)
         if times != again:
             times, own_k, own_v = 1, k, v
         self.times, features = times, ops.shape(own_k)[-1]
-        shape = (*ops.shape(own_k)[:-1], features + ops.shape(own_v)[-1])
         came: dict[int, str] = {}
         if not self.all_pairs:
-            came[0] = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+            own = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+            came[0] = ops.of_halves(own, "pair") if self.split else own
         if not self.all_pairs and ops.kind == "gathered":
             every = ops.communicated(ALL_GATHER.target, came[0], "pairs")
-            self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
-        pairs = {0: (k, v)}
+            self.all_pairs = ops.view(every, (ops.size, *ops.shape(came[0])), "pairs_of_ranks")
 
         def arrived(step: int) -> str:
-            if ops.kind == "gathered":
-                source = Ref(ops.source(step))
-                found = ops.emit(f"pair_{step}", "index_select.default", Ref(self.all_pairs), 0, source)
-                return ops.view(found, shape, f"pair_{step}")
-            if step not in came:
+            if step not in came and ops.kind == "gathered":
+                every, source = Ref(self.all_pairs), Ref(ops.source(step))
+                found = ops.emit(f"pair_{step}", "index_select.default", every, 0, source)
+                came[step] = ops.view(found, ops.shape(self.all_pairs)[1:], f"pair_{step}")
+            elif step not in came:
                 came[step] = ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
             return came[step]
 
-        def pair(step: int) -> tuple[str, str]:
-            if step not in pairs:
-                k, v = self._apart(arrived(step), features, f"keys_{step}")
-                pairs[step] = (
-                    ops.repeated(k, times, f"keys_{step}_k"),
-                    ops.repeated(v, times, f"keys_{step}_v"),
-                )
-            return pairs[step]
+        def pair(tile: _Tile) -> tuple[str, str]:
+            if not tile.step:
+                return k, v
+            both, name = arrived(tile.step), f"{tile.name}_keys"
+            if tile.keys is not None:
+                both = ops.picked(both, tile.keys, tile.step, name)
+            own = zip("kv", self._apart(both, features, name), strict=True)
+            of_k, of_v = (ops.repeated(x, times, f"{name}_{n}") for n, x in own)
+            return of_k, of_v
 
         return pair
 
@@ -147,7 +148,7 @@ class _Attention:
     # --- step 2 ---------------------------------------------------------------------------------------------
 
     def _tiles(self) -> list[_Tile]:
-        if not self.causal or not self.ops.halves:
+        if not self.split:
             return [_Tile(step) for step in range(self.ops.size)]
         tiles = [_Tile(0, causal=True)]
         for step in range(1, self.ops.size):
@@ -169,7 +170,7 @@ class _Attention:
         merged: Merged | None = None
         later: Merged | None = None
         for tile in self._tiles():
-            made, lse = self._called(tile, q, *pair(tile.step))
+            made, lse = self._called(tile, q, *pair(tile))
             if merged is None:
                 merged = Merged(ops, made, lse, split=tile.causal)
             elif tile.queries is None:
@@ -189,7 +190,6 @@ class _Attention:
     def _called(self, tile: _Tile, q: str, k: str, v: str) -> tuple[str, str]:
         ops, name = self.ops, tile.name
         q = ops.half(q, tile.queries, tile.step, f"{name}_q")
-        k, v = (ops.half(x, tile.keys, tile.step, f"{name}_{n}") for n, x in (("k", k), ("v", v)))
         args, kwargs = self.kernel.arguments(self.op, (q, k, v), ops.columns(tile.step), tile.causal)
         made = ops.emit(name, ops.target, *args, flops=self._flops(self.op, q, k), **kwargs)
         self.saved[tile] = made
@@ -226,8 +226,8 @@ class _Attention:
         if ops.kind == "ulysses":
             return [*self._backward_of_heads(op, kernel, grad), *rest]
         pair, dtype = self._pairs(k, v), summed_in(ops.dtype(q))
-        of_queries, later = Summed(ops), Summed(ops)
-        of_pairs = {step: Summed(ops) for step in range(ops.size)}
+        of_queries, later = Summed(ops, dtype), Summed(ops, dtype)
+        of_pairs = {step: Summed(ops, dtype) for step in range(ops.size)}
         tiles = self._tiles()
         for tile, after in zip(tiles, [*tiles[1:], None], strict=True):
             name = tile.name
@@ -235,21 +235,15 @@ class _Attention:
                 ops.half(x, tile.queries, tile.step, f"{name}_{n}")
                 for n, x in (("grad", grad), ("q", q), ("made", made), ("lse", lse))
             ]
-            keys = [
-                ops.half(x, tile.keys, tile.step, f"{name}_{n}")
-                for n, x in zip("kv", pair(tile.step), strict=True)
-            ]
-            dq, dk, dv = self._gradients(op, kernel, tile, (*rows[:2], *keys, *rows[2:]))
-            dq = ops.converted(dq, dtype, f"{name}_dq_wide")
+            dq, dk, dv = self._gradients(op, kernel, tile, (*rows[:2], *pair(tile), *rows[2:]))
             if tile.causal:
-                of_queries = Summed(ops, dq, split=True)
+                of_queries = Summed(ops, dtype, dq, split=True)
             elif tile.queries == "either":
                 of_queries.add_to_half(dq, "either", tile.step)
             else:
                 (of_queries if tile.queries is None else later).add(dq)
             dk, dv = (ops.added_heads(x, self.times, f"{name}_d{n}") for n, x in (("k", dk), ("v", dv)))
             both = ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)
-            both = ops.converted(both, dtype, f"{name}_pair_wide")
             if tile.keys is None:
                 of_pairs[tile.step].add(both)
             else:
