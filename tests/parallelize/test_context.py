@@ -263,6 +263,16 @@ def test_experts_choose_from_the_tokens_of_all_ranks(how: dict[str, Any]) -> Non
     assert_plan_is_plain(plan, model, moe_token_sum, mixtures.batch())
 
 
+def test_ranks_compute_the_experts_of_their_own_tokens() -> None:
+    model = mixtures.model_of(mixtures.DROPLESS, layers=1)
+
+    def flops(parallel: Parallel) -> int:
+        ops = ops_of(capture(model, mixtures.batch(), moe_token_sum, parallel))
+        return sum(op.flops for op in ops if "grouped_mm" in op.target)
+
+    assert flops(context(microbatches=1)) == flops(Parallel()) // 2 > 0
+
+
 def test_a_mean_is_of_the_tokens_of_all_ranks() -> None:
     model, batch = gpt().double(), batch_of()
     batch["labels"][:, :4] = -100

@@ -2,6 +2,7 @@
 
     grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
     grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w
+    own(x, axis)                       x, whose rows each rank of an axis puts in an order of its own (a view)
 
 The number of rows is fixed, and how many each group has is data: so the shapes of a step do not depend on
 where a router sends tokens. An accelerator has one kernel for it (`torch.nn.functional.grouped_mm`, in
@@ -23,6 +24,8 @@ from stretto.errors import UsageError
 _library: Any = torch.library.Library("stretto_moe", "DEF")  # type: ignore[no-untyped-call]
 _library.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
 _library.define("grouped_mm_t(Tensor x, Tensor y, Tensor ends) -> Tensor")
+_library.define("own(Tensor(a) x, str axis) -> Tensor(a)")
+_library.impl("own", lambda x, axis: x.view_as(x), "CompositeExplicitAutograd")
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:

@@ -31,7 +31,14 @@ from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
-from stretto.passes.layout.context import rows_of_masks, rules_of, sequence_of, sequences, with_plain_lse
+from stretto.passes.layout.context import (
+    rows_of_masks,
+    rules_of,
+    sequence_of,
+    sequences,
+    with_own_tokens,
+    with_plain_lse,
+)
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -67,6 +74,7 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
     try:
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
+            program = with_own_tokens(program, CP.name)
         wishes = stream(program, layout)
         if layout.chunks is not None:
             chunked = _in_chunks(program, layout, _may_be_partial(traced))

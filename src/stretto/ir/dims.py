@@ -34,6 +34,7 @@ from stretto.ir.op_names import (
     LINEAR_REDUCTIONS,
     MIXTURE,
     MIXTURE_BACKWARD,
+    OWN,
     POINTWISE,
     PRODUCTS,
     QUOTIENTS,
@@ -237,7 +238,7 @@ for targets, family_rule in (
     (ATTENTION, dim_rules.attention),
     (ALONG_ONE, _along_one),
     (REDUCTIONS, _reduction),
-    (POINTWISE, _pointwise),
+    ((*POINTWISE, OWN), _pointwise),
 ):
     RULES |= dict.fromkeys(targets, family_rule)
 

@@ -120,5 +120,8 @@ ATTENTION_BACKWARD = names(
 MIXTURE, MIXTURE_BACKWARD = "stretto_experts.mixture.default", "stretto_experts.mixture_backward.default"
 """A module of experts, until a rank's ops are in its place (`stretto.parallelize.expert_op`)."""
 
+OWN = "stretto_moe.own.default"
+"""A view of what a rank has of a value, whose rows it puts in an order of its own."""
+
 LIKELIHOODS = names("nll_loss_forward nll_loss2d_forward")
 """(input, target, weight, reduction, ignore_index)"""

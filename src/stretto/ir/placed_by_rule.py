@@ -53,14 +53,13 @@ def with_local(
     for position, kept in enumerate(given):
         if kept.kind != "part" or (into and position):
             continue
-        labels = [(rule.inputs[position][dim], blocks) for dim, blocks in kept.at]
-        stays = [label is not None and (label not in rule.full or into) for label, _ in labels]
-        # Where a part may lie along several dims, none may be one that is summed.
-        if all(stays) and all(label in out for label, _ in labels for out in rule.outputs):
-            return tuple(
-                Placement("part", tuple((out.index(label), blocks) for label, blocks in labels))
-                for out in rule.outputs
-            )
+        if len(kept.at) > 1:
+            continue  # along which dim it is a part, nothing here says
+        dim, blocks = kept.at[0]
+        label = rule.inputs[position][dim]
+        stays = label is not None and (label not in rule.full or into)
+        if stays and all(label in out for out in rule.outputs):
+            return tuple(part(out.index(label), blocks) for out in rule.outputs)
     return (LOCAL,) * len(op.outputs)
 
 

@@ -6,7 +6,8 @@ Ranks along an axis walk one program. Of the value that the program names, each 
     part       an equal slice along a dim, or of each of `blocks` equal blocks along it
     sum        a partial sum: the value is the sum over ranks
     local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a
-               sharded vocabulary, and the cross-entropy over one, whose collectives make values of it again
+               sharded vocabulary, and the cross-entropy over one, whose collectives make values of it again;
+               and the rows of a rank's tokens, which it sorts by expert
 
 An op computes on what its rank has, and its result must be placed so that it is what the op would
 have made of the values themselves. Where it is not (a nonlinear function of partial sums, a partial sum plus
@@ -28,7 +29,7 @@ from typing import Any
 
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import dims_of, operands
-from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, OWN
 from stretto.ir.placed_by_rule import (
     EXPAND,
     VIEW_OPS,
@@ -137,6 +138,8 @@ class Placer:
             return (of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
+        if op.target == OWN and op.args[1] == self._axis:
+            return (LOCAL,)
         if UNKNOWN in given:
             return (of_whom(given),) * max(len(op.outputs), 1)
         key = signature(op, specs), op.outputs, op.random, given

@@ -20,38 +20,31 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. experts:
-    names of modules with a row for each token. full: whether experts with a capacity serve all chunks
-    together."""
+    """How the sequence of blocks is cut (AMPipe). degree: chunks of it. blocks: names, in order. full:
+    whether experts with a capacity serve all chunks together."""
 
     degree: int
     blocks: tuple[str, ...]
-    experts: tuple[str, ...] = ()
     full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Each is None where there is nothing of the kind. context: ranks that share the sequence; context_kind:
-    as the setting `cp_kind`."""
+    as the setting `cp_kind`. mixtures: names of the modules of experts that are one op each while the model
+    is traced."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
     context: int = 1
     context_kind: str = "auto"
+    mixtures: tuple[str, ...] = ()
 
     @property
     def by_passes(self) -> bool:
         """Whether passes lay out what is traced."""
         return self.context > 1 or any(part is not None for part in (self.tensor, self.experts, self.chunks))
-
-    @property
-    def mixtures(self) -> tuple[str, ...]:
-        """Names of the modules of experts that are one op each while the model is traced."""
-        if self.experts is not None:
-            return self.experts.modules
-        return () if self.chunks is None else self.chunks.experts
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -116,16 +109,12 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    chunks = chunks_of(model, parallel, degree)
-    return Layout(tensor, experts, chunks, parallel.cp, parallel.cp_kind)
-
-
-def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:
-    """How the sequence is cut in so many chunks."""
-    if degree == 1:
-        return None
-    experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, tuple(blocks_of(model)), experts, full)
+    chunks, mixtures = None, () if experts is None else experts.modules
+    if degree > 1:
+        chunks = Chunks(degree, tuple(blocks_of(model)), parallel.ampipe_capacity == "whole")
+    if experts is None and (degree > 1 or parallel.cp > 1):
+        mixtures = experts_in(model, parallel.ep_plan)
+    return Layout(tensor, experts, chunks, parallel.cp, parallel.cp_kind, mixtures)
 
 
 def blocks_of(model: nn.Module) -> list[str]:

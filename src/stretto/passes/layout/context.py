@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from stretto.ir.dims import operands
+from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD, OWN
 from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import OVER, REDUCE, Emitter, lse_of
@@ -21,6 +22,7 @@ from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.rules import Choice, OpGiven, Rule
+from stretto.passes.rewrite import with_uses
 
 SEQUENCE_DIM = 1
 """Of batch leaves, behind the batch."""
@@ -180,6 +182,21 @@ def rules_of(kind: str) -> dict[str, Rule]:
     """Rules along the sequence. kind: as the setting `cp_kind`."""
     attention = partial(_attention, kind)
     return {**dict.fromkeys((*KERNELS, *BACKWARDS), attention), NLL: _mean, NLL_BACKWARD: _mean_backward}
+
+
+def with_own_tokens(program: StepProgram, axis: str) -> StepProgram:
+    """Experts see a rank's tokens in an order of its own. axis: along which the program is one rank's."""
+    out = Emitter(axis, 1, program.given, [op.name for op, _ in program.ops])
+    own: dict[str, str] = {}
+    for op, origin in program.ops:
+        out.origin, out.module = origin, op.module
+        if op.target in (MIXTURE, MIXTURE_BACKWARD):
+            tokens = {arg.name for arg in op.args if isinstance(arg, Ref)}  # parameters are in a list
+            for name in sorted(tokens - own.keys()):
+                own[name] = out.emit(OWN, Ref(name), axis, name=f"{op.name}_own")
+            op = with_uses(op, lambda name: own.get(name, name))
+        out.keep(op, origin)
+    return replace(program, ops=tuple(out.ops))
 
 
 def with_plain_lse(program: StepProgram) -> StepProgram:

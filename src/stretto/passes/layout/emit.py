@@ -299,5 +299,5 @@ def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorS
 def _is_view(target: str) -> bool:
     if target in VIEWS or target in (CHUNK, WAIT):
         return True
-    function = overload(target) if target.startswith("aten.") else None
+    function = overload(target)
     return function is not None and returns_view(function)
