@@ -82,6 +82,10 @@ class StepOps:
         start = self.emit(what, target, Ref(self.out.contiguous(x)), *how, self.axis, self.size)
         return self.emit(f"{what}_wait", WAIT, Ref(start))
 
+    def behind(self, x: str, made: str, what: str) -> str:
+        """The value itself, once `made` is there, which is of the same dtype."""
+        return self.emit(f"{what}_behind", "to.other", Ref(x), Ref(made))
+
     def exchanged(self, x: str, before: int, after: int, what: str) -> str:
         return self.emit(what, EXCHANGE, Ref(x), before, after, self.axis, self.size)
 

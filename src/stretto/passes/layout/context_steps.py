@@ -19,6 +19,7 @@ axes lay it out as attention. One program is for all ranks, so each step has the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,7 +90,8 @@ class _Tile:
 class _Attention:
     """One op, forward and backward. saved: of each tile, the kernel's call; exchanged: of "ulysses", what the
     backward reads again; all_pairs: of "gathered", the keys and values of all ranks; times: how often
-    heads of keys are repeated, once they have come."""
+    heads of keys are repeated, once they have come; made: of each step, in the direction that is being
+    emitted, what its tiles have made."""
 
     def __init__(self, out: Emitter, op: Op) -> None:
         self.op, self.ops = op, StepOps(out, op)
@@ -101,6 +103,7 @@ class _Attention:
         self.saved: dict[_Tile, str] = {}
         self.exchanged: tuple[str, ...] = ()
         self.all_pairs, self.times = "", 1
+        self.made: dict[int, list[str]] = defaultdict(list)
 
     # --- step 1 ---------------------------------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ class _Attention:
         if times != again:
             times, own_k, own_v = 1, k, v
         self.times, features = times, ops.shape(own_k)[-1]
+        self.made.clear()
         came: dict[int, str] = {}
         if not self.all_pairs:
             own = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
@@ -125,7 +129,10 @@ class _Attention:
                 found = ops.emit(f"pair_{step}", "index_select.default", every, 0, source)
                 came[step] = ops.view(found, ops.shape(self.all_pairs)[1:], f"pair_{step}")
             elif step not in came:
-                came[step] = ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
+                sent = arrived(step - 1)
+                for made in self.made[step - 2] if step > 2 else ():  # so that no more than two are there
+                    sent = ops.behind(sent, made, f"pair_{step - 1}")
+                came[step] = ops.communicated(PERMUTE_NEXT.target, sent, f"pair_{step}")
             return came[step]
 
         def pair(tile: _Tile) -> tuple[str, str]:
@@ -171,6 +178,7 @@ class _Attention:
         later: Merged | None = None
         for tile in self._tiles():
             made, lse = self._called(tile, q, *pair(tile))
+            self.made[tile.step].append(made)
             if merged is None:
                 merged = Merged(ops, made, lse, split=tile.causal)
             elif tile.queries is None:
@@ -236,6 +244,7 @@ class _Attention:
                 for n, x in (("grad", grad), ("q", q), ("made", made), ("lse", lse))
             ]
             dq, dk, dv = self._gradients(op, kernel, tile, (*rows[:2], *pair(tile), *rows[2:]))
+            self.made[tile.step].append(dq)
             if tile.causal:
                 of_queries = Summed(ops, dtype, dq, split=True)
             elif tile.queries == "either":
