@@ -12,17 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from benchmarks import context_described
 from stretto.capturing import capture
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Job, Op
+from stretto.ir.timeline import SpanKind
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.models.moe import moe_token_sum
 from stretto.parallelize.layout import layout_of
+from stretto.passes.step import SEARCH_S
 from stretto.runtime.local import run_threads
+from stretto.simulating import simulate
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.parallelize import mixtures
@@ -128,6 +132,39 @@ def test_a_ring_is_chosen_where_steps_hide_its_messages(tokens: int, heads: int,
     batch = {"input_ids": ids, "labels": ids}
     job = capture(model, batch, huggingface_loss, context(cp_kind="auto"))
     assert (("cp", "permute_next") in collectives(job)) == (kind == "ring")
+
+
+def test_a_ring_keeps_two_blocks_of_keys_and_values() -> None:
+    """The third message goes once the kernels are done that read the first block, under the second step's."""
+    needs: dict[str, set[str]] = {}
+    for op in ops_of(capture(gpt(), batch_of(), next_token_loss, context(cp=4))):
+        needs[op.name] = {op.name}.union(*(needs.get(name, set()) for name in op.uses))
+    sent = [name.removesuffix("_pair_3") for name in needs if name.endswith("_pair_3")]
+    assert len(sent) == 2 * 2  # layers, each way
+    for attention in sent:
+        kernels = {f"{attention}_step_{step}_{half}" for step in (1, 2) for half in ("later", "either")}
+        behind = needs[f"{attention}_pair_3"] & kernels
+        assert behind == {f"{attention}_step_1_{half}" for half in ("later", "either")}
+
+
+@pytest.mark.slow
+def test_a_long_sequence_hides_its_ring_and_takes_no_more_memory_than_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four layers of an 8B Llama: 131,072 tokens over cp = 8 and tp = 8, beside 16,384 over tp alone."""
+    monkeypatch.delenv(SEARCH_S, raising=False)
+    alone, shared = (context_described.planned(4, cp) for cp in (1, 8))
+    assert len(shared.orders) == 1  # one program for all ranks, so that their work is even
+    timeline = simulate(shared)
+    sent, exposed = (
+        context_described.ring_us(timeline, kind) for kind in (SpanKind.MESSAGE, SpanKind.EXPOSED)
+    )
+    assert sent > 0.0
+    assert exposed <= 0.05 * sent
+    block = context_described.TOKENS * 2 * 128 * 2  # of keys and values of one head, bf16
+    peaks = [max(simulate(plan).peak_bytes) for plan in (alone, shared)]
+    # Two of keys and values, and two of their gradients, in float32.
+    assert peaks[1] - peaks[0] <= 2 * block + 2 * 2 * block
 
 
 def attention_flops(job: Job) -> int:
