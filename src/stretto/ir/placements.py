@@ -90,6 +90,13 @@ def _is_zero(op: Op) -> bool:
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
 
 
+def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
+    """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer, the
+    least of which is a slice of one."""
+    at = ((d, max(blocks * after // before, 1) if d == dim else blocks) for d, blocks in kept.at)
+    return replace(kept, at=tuple(at))
+
+
 class Placer:
     """Places the ops of a program one by one, along one axis.
 
@@ -152,7 +159,9 @@ class Placer:
         kept, kind = self.of(source), op.kind
         assert kind is not None
         if op.args[-2] != self._axis:
-            return kept
+            assert op.outputs[0] is not None
+            rows = op.outputs[0].shape[:1]
+            return _with_rows(kept, 0, specs[source].shape[0], rows[0]) if rows else kept
         if not kind.sums and kind.differs == "never":
             return self._gathered(source, kept)
         if not kind.sums:
@@ -184,7 +193,7 @@ class Placer:
         source = op.args[0].name
         kept = self.of(source)
         if op.args[-2] != self._axis:
-            return kept
+            return _with_rows(kept, op.args[1], op.args[-1], 1)
         if kept.zero or kept.kind == "local":
             return LOCAL if kept == UNKNOWN else kept
         if kept.kind == "sum":

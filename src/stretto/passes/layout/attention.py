@@ -36,6 +36,9 @@ from stretto.passes.layout.rules import Choice, OpGiven, Rule, emit_op, full
 ROWS = 2
 """The dim of the sequence in queries, keys and values (batch, heads, sequence, features)."""
 
+BEHIND = sharded(ROWS, 0)
+"""Chunks one behind another, whatever blocks each has."""
+
 ALONE = ("", 1, "", False, ())
 """`over` of one rank and one chunk: (axis, size, kind, whether in two halves, rows of chunks)."""
 
@@ -121,7 +124,7 @@ def _in_chunks(lengths: tuple[int, ...], blocks: int, op: Op, given: OpGiven) ->
         inputs = placed(op, given, rows, of_keys, REPLICATED)
         made = rows if blocks > 1 and same else of_keys
         if inputs is not None:
-            emit = partial(_emit_chunks, over, inputs, results_of(op, sharded(ROWS), made))
+            emit = partial(_emit_chunks, over, inputs, results_of(op, BEHIND, made))
             yield Choice(inputs, results_of(op, rows, made), emit)
 
 
@@ -136,7 +139,7 @@ def _emit_chunks(
     """results: how chunks are cut from what the op makes."""
 
     def joined(x: str, at: AxisPlacement) -> str:
-        return out.converted(x, sharded(at.dim), REPLICATED, ()) if at.is_sharded else x
+        return out.converted(x, BEHIND, REPLICATED, ()) if at.is_sharded else x
 
     (whole,) = emit_op(full(op), 1)(out, with_over(op, over), list(map(joined, local, inputs)))
     made = []

@@ -327,7 +327,5 @@ class _Attention:
         parts = tuple(Ref(ops.view(one.value, shape, f"back_{s}")) for s, one in enumerate(of_pairs))
         steps = ops.emit("back_steps", "stack.default", parts, 0)
         every = ops.emit("back_ranks", "index_select.default", Ref(steps), 0, Ref(ops.sources()))
-        # Halves keep a dim of their own, which shows along what the result is sharded.
-        halves = (shape[1], 2, shape[2] // 2, shape[3]) if ops.halves else shape[1:]
-        every = ops.view(every, (ops.size * shape[0], *halves), "back_all")
-        return ops.view(ops.communicated(REDUCE_SCATTER.target, every, "back", "sum"), shape, "back_rows")
+        every = ops.view(every, (ops.size * shape[0], *shape[1:]), "back_all")
+        return ops.own(ops.communicated(REDUCE_SCATTER.target, every, "back", "sum"))
