@@ -33,6 +33,7 @@ from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, OWN
 from stretto.ir.placed_by_rule import (
     EXPAND,
     VIEW_OPS,
+    all_cuts,
     behind_one_another,
     full,
     joined,
@@ -221,6 +222,7 @@ class Placer:
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
+            given = [all_cuts(kept, spec) for kept, spec in zip(given, specs, strict=True)]
         rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
