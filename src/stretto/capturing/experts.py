@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -23,14 +23,18 @@ from stretto.capturing.equal import differing
 from stretto.capturing.graph import Traced, TracedOp
 from stretto.capturing.outputs import observed_of
 from stretto.errors import CaptureError
+from stretto.ir.axes import EP
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
 from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.expert_trial import weighed
-from stretto.parallelize.experts import sharded_experts, states_how
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.experts import other_arguments, sharded_experts, states_how
+from stretto.parallelize.layout import Layout, part_shapes
 from stretto.passes.layout.emit import Emitter
+from stretto.passes.layout.placement import REPLICATED, sharded
 from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.layout.rules import Choice, OpGiven
+from stretto.passes.layout.shard import AxisRules, ShardedProgram, shard
 from stretto.passes.rewrite import with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
@@ -85,7 +89,7 @@ class ExpertCalls:
             leaves = [empty_of(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
-        parts = self.layout.traced.part_shapes(self.model)
+        parts = part_shapes(self.model, experts)
         way = ""
         if experts is not None and not states_how(module):
             way = weighed(self.model, name, experts.size, specs[0].shape, specs[1].shape)
@@ -196,6 +200,27 @@ class _Walk:
             own = with_uses(item.op, lambda name: names.get(name, name))
             names[item.op.name] = fresh = self.out.fresh(item.op.name)
             self.out.keep(replace(own, name=fresh, module=op.module), origin)
+
+
+def along_experts(program: StepProgram, layout: Layout, model: nn.Module) -> ShardedProgram:
+    """Parameters of experts become those of a rank's experts. Raises UsageError for a module that is no
+    `mixture`."""
+    how = layout.experts
+    assert how is not None
+    for op in (op for op, origin in program.ops if not origin.backward):
+        name = next((n for n in how.modules if f"{op.module}.".startswith(f"{n}.")), None)
+        if name is not None and op.target not in (MIXTURE, MIXTURE_BACKWARD, GETITEM):
+            raise other_arguments(model.get_submodule(name))
+    placed = {f"param/{name}": sharded(of.dim) for name, of in how.shards.items()}
+    rules = dict.fromkeys((MIXTURE, MIXTURE_BACKWARD), _of_own_experts)
+    return shard(program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules))
+
+
+def _of_own_experts(op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Ranks send each other tokens, as `with_experts` says."""
+    own = given.placements[-len(op.args[-2]) :]
+    tokens = (REPLICATED,) * (len(given.placements) - len(own))
+    yield Choice((*tokens, *own), (REPLICATED, REPLICATED, *own) if len(op.outputs) > 1 else (REPLICATED,))
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

@@ -1,10 +1,11 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
-   leaves (`stretto.passes.layout.context`). The sequence is cut in chunks (`stretto.passes.layout.chunks`),
-   and a rank's ops come in the place of modules of experts (`stretto.capturing.experts`). Placements of
-   parameters over tp come from the plan (`stretto.parallelize.tensor`); with sequence parallelism, what
-   enters the first block is sharded along the sequence.
+1. Axes are passes in turn. Ranks keep parameters of their own experts. Context-parallel ranks share the
+   sequence of the batch's leaves (`stretto.passes.layout.context`). The sequence is cut in chunks
+   (`stretto.passes.layout.chunks`), and a rank's ops come in the place of modules of experts
+   (`stretto.capturing.experts`). Placements of parameters over tp come from the plan
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -18,13 +19,13 @@ import torch
 from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
-from stretto.capturing.experts import by_chunk, with_experts
+from stretto.capturing.experts import along_experts, by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import CP, TENSOR
+from stretto.ir.axes import CP, EP, TENSOR
 from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
@@ -74,6 +75,8 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
         return made.program
 
     try:
+        if layout.experts is not None:
+            program = along(EP.name, along_experts(program, layout, model))
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
             program = with_own_tokens(program, CP.name)

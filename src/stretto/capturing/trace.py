@@ -46,7 +46,8 @@ from stretto.capturing.substitutes import (
 )
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.expert_op import as_one_op
+from stretto.parallelize.layout import Layout, part_shapes
 from stretto.passes import check_names
 
 _log = logging.getLogger(__name__)
@@ -249,9 +250,9 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     model, layout = setup.model, setup.layout
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     with (
-        setup.fake_state(layout.part_shapes(model)),
+        setup.fake_state(part_shapes(model, layout.tensor)),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        layout.applied(model),
+        as_one_op(model, layout.mixtures),
     ):
         specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         specs |= {name: spec_of(b) for name, b in model.named_buffers(remove_duplicate=False)}
