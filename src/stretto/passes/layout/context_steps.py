@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
@@ -130,38 +131,31 @@ class _Attention:
 
     def _came(self) -> Pair:
         """Keys and values of other ranks come side by side, along the features."""
-        ops, pairs = self.ops, {0: (self.k, self.v)}
-        if ops.at_hand:
-            return lambda step: pairs[step]
+        ops = self.ops
         (own_k, times), (own_v, again) = ops.unrepeated(self.k), ops.unrepeated(self.v)
         if times != again:
             times, own_k, own_v = 1, self.k, self.v
         self.times, features = times, ops.shape(own_k)[-1]
         shape = (*ops.shape(own_k)[:-1], features + ops.shape(own_v)[-1])
-        came: dict[int, str] = {}
-        if not self.all_pairs:
-            came[0] = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
-        if not self.all_pairs and ops.kind == "gathered":
-            every = ops.communicated(ALL_GATHER.target, came[0], "pairs")
-            self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
 
+        @cache
         def arrived(step: int) -> str:
-            if ops.kind == "gathered":
-                source = Ref(ops.source(step))
-                found = ops.emit(f"pair_{step}", "index_select.default", Ref(self.all_pairs), 0, source)
-                return ops.view(found, shape, f"pair_{step}")
-            if step not in came:
-                came[step] = ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
-            return came[step]
+            if not step:
+                return ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+            if ops.kind == "ring":
+                return ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
+            if not self.all_pairs:
+                every = ops.communicated(ALL_GATHER.target, arrived(0), "pairs")
+                self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
+            all_pairs, source = Ref(self.all_pairs), Ref(ops.source(step))
+            return ops.view(ops.emit("pair", "index_select.default", all_pairs, 0, source), shape, "pair")
 
+        @cache
         def pair(step: int) -> tuple[str, str]:
-            if step not in pairs:
-                k, v = self._apart(arrived(step), features, f"keys_{step}")
-                pairs[step] = (
-                    ops.repeated(k, times, f"keys_{step}_k"),
-                    ops.repeated(v, times, f"keys_{step}_v"),
-                )
-            return pairs[step]
+            if not step:
+                return self.k, self.v
+            k, v = self._apart(arrived(step), features, f"keys_{step}")
+            return ops.repeated(k, times, f"keys_{step}_k"), ops.repeated(v, times, f"keys_{step}_v")
 
         return pair
 

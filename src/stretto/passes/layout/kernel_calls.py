@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Op, Ref
+from stretto.ir.program import DTYPE_BYTES, GETITEM, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import JOB_DEVICE, Half, StepOps
 from stretto.passes.layout.kernels import (
@@ -43,8 +43,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        chunk = f"chunk_{self.chunk}_" if self.chunk else ""
-        return f"{chunk}step_{self.step}" + {None: "", 1: "_later"}.get(self.queries, f"_{self.queries}")
+        return f"chunk_{self.chunk}_step_{self.step}"
 
 
 class KernelCalls:
@@ -93,14 +92,14 @@ class KernelCalls:
 
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
         """Gradients of queries, keys and values. rows: gradient, queries, result, log-sum-exp of a chunk."""
-        ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
+        ops, name, (kernel, drawn, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
         k, v = self._keys(tile, pair)
         given = self._given(tile, kernel, hidden, (q, k, v))
         given |= dict.fromkeys(("grad_out", "grad_out_"), Ref(grad))
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
-        given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
+        given |= dict(zip(("philox_seed", "philox_offset"), self._state(kernel, drawn), strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
         given |= dict.fromkeys(("cum_seq_q", "cum_seq_k"))
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
@@ -174,13 +173,8 @@ class KernelCalls:
             lse = ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
-    def _state(self, tile: Tile) -> list[Arg]:
-        """What a kernel has drawn by. Without dropout that is nothing, and calls of one kernel share it."""
-        kernel, made, _ = self.saved[tile]
+    def _state(self, kernel: str, made: str) -> list[Ref]:
+        """What a call has drawn by. Without dropout that is nothing, and calls of one kernel share it."""
         if not self.given["dropout_p"]:
             made = next(of for other, of, _ in self.saved.values() if other == kernel)
-
-        def taken(at: int) -> str:
-            return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
-
-        return [Ref(self.ops.once(f"{made}_{at}", lambda at=at: taken(at))) for at in KERNELS[kernel].state]  # type: ignore[misc]
+        return [Ref(self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)) for at in KERNELS[kernel].state]

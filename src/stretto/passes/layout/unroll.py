@@ -98,14 +98,16 @@ class _Walk:
         shape = self.out.specs[x].shape
         return self.out.view(x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]))
 
+    def _without_blocks(self, x: str, dim: int) -> str:
+        shape = self.out.specs[x].shape
+        return self.out.view(x, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+
     def _joined(self, parts: Sequence[str], dim: int, blocks: int) -> str:
         """Parts put together, once."""
         key = tuple(parts), dim, max(blocks, 1)
         if key not in self.joined and self._is_apart(blocks):
-            full = self._joined([self._blocks(part, dim, blocks) for part in parts], dim + 1, 0)
-            shape = self.out.specs[full].shape
-            full = self.out.view(full, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
-            self.joined[key] = full
+            wide = self._joined([self._blocks(part, dim, blocks) for part in parts], dim + 1, 0)
+            self.joined[key] = self._without_blocks(wide, dim)
         elif key not in self.joined:
             name, refs = f"{parts[-1]}_joined", tuple(map(Ref, parts))
             self.joined[key] = self.out.emit("aten.cat.default", refs, dim, name=name)
@@ -117,10 +119,7 @@ class _Walk:
         each = self.out.specs[wide].shape[at] // sum(self.members)
         start, end = each * sum(self.members[:k]), each * sum(self.members[: k + 1])
         part = self.out.emit("aten.slice.Tensor", Ref(wide), at, start, end, name=f"{x}_chunk")
-        if not apart:
-            return part
-        shape = self.out.specs[part].shape
-        return self.out.view(part, (*shape[:dim], shape[dim] * shape[at], *shape[at + 1 :]))
+        return self._without_blocks(part, dim) if apart else part
 
     def _of_chunk(self, op: Op, k: int) -> str:
         def arg(value: Arg) -> Arg:
