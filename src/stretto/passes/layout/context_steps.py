@@ -38,8 +38,8 @@ from stretto.passes.layout.kernels import SHARED_OP, arguments, gradient_of
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import spec_with, strides_of, with_uses
 
-Pair = Callable[[int], tuple[str, str]]
-"""step -> keys and values"""
+Pair = Callable[[Tile], tuple[str, str]]
+"""Tile -> keys and values."""
 
 
 def in_steps(program: StepProgram) -> StepProgram:
@@ -130,32 +130,42 @@ class _Attention:
     # --- step 1 ---------------------------------------------------------------------------------------------
 
     def _came(self) -> Pair:
-        """Keys and values of other ranks come side by side, along the features."""
-        ops = self.ops
+        """Keys and values of other ranks come side by side, along the features. Where one chunk reads them,
+        those of a step go on once those before have been read, so that there are no more than two."""
+        ops, calls = self.ops, self.calls
+        calls.made.clear()
         (own_k, times), (own_v, again) = ops.unrepeated(self.k), ops.unrepeated(self.v)
         if times != again:
             times, own_k, own_v = 1, self.k, self.v
         self.times, features = times, ops.shape(own_k)[-1]
-        shape = (*ops.shape(own_k)[:-1], features + ops.shape(own_v)[-1])
 
         @cache
         def arrived(step: int) -> str:
             if not step:
-                return ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+                own = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+                return ops.of_blocks(own, "pair") if calls.causal else own
             if ops.kind == "ring":
-                return ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
+                sent = arrived(step - 1)
+                for made in calls.made[step - 2] if step > 2 and len(calls.ends) == 1 else ():
+                    sent = ops.behind(sent, made, f"pair_{step - 1}")
+                return ops.communicated(PERMUTE_NEXT.target, sent, f"pair_{step}")
             if not self.all_pairs:
                 every = ops.communicated(ALL_GATHER.target, arrived(0), "pairs")
-                self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
-            all_pairs, source = Ref(self.all_pairs), Ref(ops.source(step))
-            return ops.view(ops.emit("pair", "index_select.default", all_pairs, 0, source), shape, "pair")
+                self.all_pairs = ops.view(every, (ops.size, *ops.shape(arrived(0))), "pairs_of_ranks")
+            found = ops.emit("pair", "index_select.default", Ref(self.all_pairs), 0, Ref(ops.source(step)))
+            return ops.view(found, ops.shape(self.all_pairs)[1:], "pair")
 
-        @cache
-        def pair(step: int) -> tuple[str, str]:
-            if not step:
+        def pair(tile: Tile) -> tuple[str, str]:
+            if not tile.step:
                 return self.k, self.v
-            k, v = self._apart(arrived(step), features, f"keys_{step}")
-            return ops.repeated(k, times, f"keys_{step}_k"), ops.repeated(v, times, f"keys_{step}_v")
+            both, name = arrived(tile.step), f"{tile.name}_keys"
+            if tile.keys is not None:
+                both = ops.picked(both, tile.keys, tile.step, name)
+            k, v = (
+                ops.repeated(x, times, f"{name}_{n}")
+                for n, x in zip("kv", self._apart(both, features, name), strict=True)
+            )
+            return k, v
 
         return pair
 
@@ -197,14 +207,14 @@ class _Attention:
 
     def _of_chunk(self, chunk: int, q: str, pair: Pair) -> tuple[str, str]:
         ops, calls = self.ops, self.calls
-        own = [calls.forward(tile, q, pair(0)) for tile in calls.tiles(chunk, 0)]
+        own = [calls.forward(tile, q, pair(tile)) for tile in calls.tiles(chunk, 0)]
         made, lse = ops.joined([value for value, _ in own]), ops.joined([lse for _, lse in own])
         if ops.at_hand:
             return made, lse
         merged, later = Merged(ops, made, lse, split=calls.causal), None
         for step in range(1, self.steps):
             for tile in calls.tiles(chunk, step):
-                made, lse = calls.forward(tile, q, pair(step))
+                made, lse = calls.forward(tile, q, pair(tile))
                 if tile.queries is None:
                     merged.add(made, lse)
                 elif tile.queries == "either":
@@ -247,12 +257,16 @@ class _Attention:
         for chunk, of_chunk in enumerate(rows):
             found: list[str] = []
             for tile in calls.tiles(chunk, 0):
-                dq, dk, dv, *dm = calls.backward(op, tile, of_chunk, pair(0))
+                dq, dk, dv, *dm = calls.backward(op, tile, of_chunk, pair(tile))
                 found.append(dq)
                 of_masks += dm
                 own.append((tile.seen or ops.shape(self.k)[ROWS], self._of_keys(tile, dk, dv)))
             of_queries.append(ops.joined(found))
-        sums = [sum_of_first(ops, [(seen, values[n]) for seen, values in own]) for n in range(len(own[0][1]))]
+        wide = ops.dtype(self.k) if ops.at_hand else summed_in(ops.dtype(self.k))
+        sums = [
+            sum_of_first(ops, wide, [(seen, values[n]) for seen, values in own])
+            for n in range(len(own[0][1]))
+        ]
         if ops.at_hand:
             if ops.kind == "ulysses":
                 of_queries, sums = (
@@ -260,22 +274,20 @@ class _Attention:
                     for all_tokens in (of_queries, sums)
                 )
             return [of_queries, *([x] for x in sums), of_masks]
-        return self._of_others(op, rows, pair, of_queries, sums[0])
+        queries = [Summed(ops, wide, dq, split=calls.causal) for dq in of_queries]
+        return self._of_others(op, rows, pair, queries, Summed(ops, wide, sums[0]))
 
     def _of_others(
-        self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, of_queries: Sequence[str], of_pairs: str
+        self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, queries: Sequence[Summed], own: Summed
     ) -> list[list[str]]:
-        """The same, with what comes of the keys of other ranks. rows: see `KernelCalls.backward`; of_queries,
-        of_pairs: gradients by a rank's own keys."""
+        """The same, with what comes of the keys of other ranks. rows: as of `KernelCalls.backward`; queries,
+        own: gradients of queries, and of keys and values, by a rank's own keys."""
         ops, calls = self.ops, self.calls
-        wide = summed_in(ops.dtype(self.k))
-        queries = [Summed(ops, ops.converted(dq, wide, "dq_wide"), split=calls.causal) for dq in of_queries]
-        later = [Summed(ops) for _ in rows]
-        pairs = [Summed(ops, of_pairs), *(Summed(ops) for _ in range(1, self.steps))]
+        later = [Summed(ops, own.dtype) for _ in rows]
+        pairs = [own, *(Summed(ops, own.dtype) for _ in range(1, self.steps))]
         for step in range(1, self.steps):
             for tile in [tile for chunk in range(len(rows)) for tile in calls.tiles(chunk, step)]:
-                dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(step))
-                dq = ops.converted(dq, wide, f"{tile.name}_dq_wide")
+                dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(tile))
                 if tile.queries == "either":
                     queries[tile.chunk].add_to_half(dq, "either", step)
                 else:
@@ -301,8 +313,8 @@ class _Attention:
         batch, heads, length, features = ops.shape(self.k)
         shape = (batch, heads // self.times, length, features + ops.shape(self.v)[-1])
         both = ops.converted(self._home(pairs, shape), ops.dtype(self.k), "back_own")
-        own = zip("kv", self._apart(both, features, "back"), strict=True)
-        return [found, *([ops.in_first(x, self.times, f"back_{n}_heads")] for n, x in own)]
+        apart = zip("kv", self._apart(both, features, "back"), strict=True)
+        return [found, *([ops.in_first(x, self.times, f"back_{n}_heads")] for n, x in apart)]
 
     def _of_keys(self, tile: Tile, dk: str, dv: str) -> list[str]:
         """What is summed over tiles: as keys and values come."""
@@ -310,8 +322,7 @@ class _Attention:
         if ops.at_hand:
             return [dk, dv]
         dk, dv = (ops.added_heads(x, self.times, f"{name}_d{n}") for n, x in (("k", dk), ("v", dv)))
-        both = ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)
-        return [ops.converted(both, summed_in(ops.dtype(both)), f"{name}_pair_wide")]
+        return [ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)]
 
     def _home(self, of_pairs: Sequence[Summed], shape: tuple[int, ...]) -> str:
         """The gradients of a rank's own keys and values, by all ranks' queries."""

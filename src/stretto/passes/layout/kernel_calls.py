@@ -8,6 +8,7 @@ later chunks have it in the place of cuDNN's; other kernels get a mask.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -48,7 +49,8 @@ class Tile:
 
 class KernelCalls:
     """Of one op, and its backward. ends: of chunks in each block; pairs: of queries and keys, as the op's
-    flops count them; saved: of each tile, the kernel, its call, and what it adds to scores."""
+    flops count them; saved: of each tile, the kernel, its call, and what it adds to scores; made: of each
+    step, in the direction that is being emitted, what its tiles have made."""
 
     def __init__(self, ops: StepOps, op: Op) -> None:
         self.op, self.ops, self.given = op, ops, arguments(op)
@@ -58,6 +60,7 @@ class KernelCalls:
         self.pairs = math.prod(shape[:3]) * self.count * ops.size
         self.ends = [*accumulate(n // (2 if ops.halves else 1) for n in ops.lengths or (shape[ROWS],))]
         self.saved: dict[Tile, tuple[str, str, str | None]] = {}
+        self.made: dict[int, list[str]] = defaultdict(list)
 
     def tiles(self, chunk: int, step: int) -> list[Tile]:
         ops, blocks = self.ops, self.ops.blocks
@@ -85,6 +88,7 @@ class KernelCalls:
         made = ops.emit(name, kernel, *args, flops=self._flops(self.op, q, k), **kwargs)
         self.saved[tile] = kernel, made, hidden
         value, lse = (ops.emit(f"{name}_{n}", GETITEM, Ref(made), k) for k, n in enumerate(("made", "lse")))
+        self.made[tile.step].append(value)
         shape = ops.shape(value)[:-1]
         if len(ops.shape(lse)) > len(shape):
             return value, ops.view(lse, shape, "lse_rows")
@@ -107,7 +111,9 @@ class KernelCalls:
         args, kwargs = call(target, given)
         called = Ref(ops.emit(name, target, *args, flops=self._flops(op, q, k), **kwargs))
         wanted = range(4 if any(op.outputs[3:]) else 3)
-        return [ops.emit(f"{name}_d{'qkvm'[at]}", GETITEM, called, at) for at in wanted]
+        made = [ops.emit(f"{name}_d{'qkvm'[at]}", GETITEM, called, at) for at in wanted]
+        self.made[tile.step].append(made[0])
+        return made
 
     def _given(self, tile: Tile, kernel: str, hidden: str | None, tensors: Sequence[str]) -> dict[str, Any]:
         """tensors: queries, keys, values."""
@@ -131,8 +137,7 @@ class KernelCalls:
         if tile.seen:
             own = pair if tile.seen == ops.shape(pair[0])[ROWS] else map(ops.own, pair)
             return [ops.rows(x, 0, tile.seen) for x in own]
-        named = zip("kv", pair, strict=True)
-        return [ops.half(x, tile.keys, tile.step, f"{tile.name}_{n}") for n, x in named]
+        return list(pair)
 
     def _mask(self, tile: Tile) -> str | None:
         """That of a chunk's queries and a step's keys."""
