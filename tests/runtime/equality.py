@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def gpt(tied: bool, **changes: Any) -> GPT:
     config = GPTConfig(vocab_size=VOCAB, layers=3, hidden=16, heads=2, context=16, tie_embeddings=tied)
-    return GPT(replace(config, **changes), seed=3)
+    return GPT(config.model_copy(update=changes), seed=3)
 
 
 DEEPSEEK_V3: dict[str, Any] = {

@@ -96,14 +96,14 @@ class KernelCalls:
 
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
         """Gradients of queries, keys and values. rows: gradient, queries, result, log-sum-exp of a chunk."""
-        ops, name, (kernel, drawn, hidden) = self.ops, tile.name, self.saved[tile]
+        ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
         k, v = self._keys(tile, pair)
         given = self._given(tile, kernel, hidden, (q, k, v))
         given |= dict.fromkeys(("grad_out", "grad_out_"), Ref(grad))
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
-        given |= dict(zip(("philox_seed", "philox_offset"), self._state(kernel, drawn), strict=False))
+        given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
         given |= dict.fromkeys(("cum_seq_q", "cum_seq_k"))
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
@@ -178,8 +178,11 @@ class KernelCalls:
             lse = ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
-    def _state(self, kernel: str, made: str) -> list[Ref]:
-        """What a call has drawn by. Without dropout that is nothing, and calls of one kernel share it."""
+    def _state(self, tile: Tile) -> list[Ref]:
+        """What a kernel has drawn by. Without dropout that is nothing, and calls of one shape share it."""
+        kernel, made, _ = self.saved[tile]
         if not self.given["dropout_p"]:
-            made = next(of for other, of, _ in self.saved.values() if other == kernel)
+            whole = tile.queries is None
+            alike = (one for one in self.saved if one.chunk == tile.chunk and (one.queries is None) == whole)
+            made = next(self.saved[one][1] for one in alike if self.saved[one][0] == kernel)
         return [Ref(self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)) for at in KERNELS[kernel].state]
