@@ -16,6 +16,7 @@ from stretto.capturing import capture
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.errors import UsageError
+from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Job, Op
 from stretto.models.build import huggingface_sum
@@ -32,6 +33,7 @@ from tests.parallelize.equality import (
     assert_plan_is_plain,
     loss_of,
     small,
+    step_of,
 )
 from tests.parallelize.equality import gpt as _gpt
 from tests.runtime.equality import from_transformers, huggingface_loss
@@ -86,6 +88,9 @@ def ops_of(job: Job) -> list[Op]:
         ("gpt", {"pp": 2, "schedule": "interleaved-1f1b", "stages": 4, **SP}),
         ("llama", {"pp": 2, "schedule": "zb-h2", "recompute": "selective"}),
         ("gpt", {"recompute": "full"}),
+        ("llama, fewer heads of keys", {"ampipe_degree": 2}),
+        ("gpt", {"ampipe_degree": 3, "cp_kind": "gathered"}),
+        ("gpt", {"ampipe_degree": 2, "cp_kind": "ulysses"}),
     ],
     ids=str,
 )
@@ -116,6 +121,34 @@ def test_keys_and_values_move_once_each_way(kind: str, wanted: dict[str, int]) -
         started = [op for op in ops_of(job) if op.kind is not None]
         sent = {spec.numel for op in started for spec in op.outputs if spec is not None}
         assert sent == {1, 2 * heads * 4 * 2 * 8}  # rows, heads, tokens, features of keys and values
+
+
+@pytest.mark.parametrize("kind", ["gathered", "ring"])
+def test_keys_and_values_move_once_for_all_chunks(kind: str) -> None:
+    model = small("LlamaForCausalLM", num_key_value_heads=2)
+    one, two = (
+        collectives(
+            capture(model, batch_of(), huggingface_loss, context(cp=4, cp_kind=kind, ampipe_degree=n))
+        )
+        for n in (1, 2)
+    )
+    assert one == two
+
+
+@pytest.mark.parametrize("kind", ["gathered", "ring", "ulysses"])
+def test_chunks_do_not_wait_for_each_other_behind_their_keys(kind: str) -> None:
+    """What the first block makes of a chunk comes of half of its attention, and of all its keys."""
+    job = capture(gpt(), batch_of(), next_token_loss, context(cp=4, cp_kind=kind, ampipe_degree=2))
+    above: dict[str, set[str]] = {}
+    for op in ops_of(job):
+        above[op.name] = {op.name}.union(*(above.get(name, set()) for name in op.uses))
+    kernels = {op.name for op in ops_of(job) if "attention" in op.target and "backward" not in op.target}
+    first = {name for name in kernels if not (above[name] & kernels) - {name}}
+    mlp = [op for op in job.stages[0].ops[Phase.F] if op.module.startswith("blocks.0.mlp.") and op.flops]
+    seen = list({frozenset(above[op.name] & first) for op in mlp})
+    assert len(seen) == 2
+    assert seen[0].isdisjoint(seen[1])
+    assert seen[0] | seen[1] == first
 
 
 @pytest.mark.parametrize(
@@ -255,7 +288,7 @@ def test_a_sum_is_divided_by_the_count_of_all_tokens(how: dict[str, Any]) -> Non
     assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_sum, batch)
 
 
-@pytest.mark.parametrize("how", [{}, {"dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"dp": 2, "ep": 2}, {"ampipe_degree": 2}], ids=str)
 def test_experts_choose_from_the_tokens_of_all_ranks(how: dict[str, Any]) -> None:
     model = mixtures.model_of(mixtures.DROPLESS, layers=1)
     job = capture(model, mixtures.batch(), moe_token_sum, context(**{"microbatches": 1, **how}))
@@ -310,6 +343,24 @@ def test_draws_differ_between_the_parts_of_a_sequence() -> None:
     drawn = [op.name for op in ops_of(job) if op.random]
     assert drawn
     assert differing_in(job, "cp").issuperset(drawn)
+
+
+def test_chunks_draw_what_a_rank_draws() -> None:
+    """Attention drops as well: on a processor, by ops of its own."""
+    model = gpt(dropout=0.3).double()
+    (want, grads), (found, others) = (
+        step_of(
+            stretto.plan(
+                capture(model, batch_of(), next_token_loss, context(ampipe_degree=n)), cores(), order="list"
+            ),
+            model,
+            batch_of(),
+        )
+        for n in (1, 2)
+    )
+    assert torch.allclose(found, want, rtol=1e-12)
+    for name, grad in grads.items():
+        assert torch.allclose(others[name], grad, rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.parametrize(
