@@ -394,6 +394,17 @@ def test_kernels_of_accelerators_are_laid_out(name: str, kind: str) -> None:
     assert all(("efficient" if name == "efficient" else "flash") in target for target in kernels)
 
 
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_kernels_of_accelerators_are_laid_out_in_chunks(name: str, kind: str) -> None:
+    """Flash attention is causal from the lower right; what has a mask keeps its rows of it."""
+    model = small("MistralForCausalLM", sliding_window=4 if name == "efficient" else None)
+    how = context(cp_kind=kind, tp=2, ampipe_degree=2)
+    job = capture(model, batch_of(), huggingface_loss, how, precision="bf16", device="cuda")
+    verify(stretto.plan(job, cores(), order="list"))
+    assert len({op.target for op in ops_of(job) if "attention" in op.target}) == 2
+
+
 def test_a_batch_without_a_sequence_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no leaf of it is \(batch, sequence\) or more: drop cp"):
         capture(nn.Linear(1, 3), torch.ones(4), lambda model, x: model(x[:, None]).sum(), context())

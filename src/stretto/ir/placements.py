@@ -175,7 +175,8 @@ class Placer:
             raise EqualReducedError(source)
         made = op.outputs[0]
         assert made is not None
-        return Placement("part", tuple((d, 1) for d in range(len(made.shape)))) if kind.splits else EQUAL
+        part_of = Placement("part", tuple((d, 1) for d in range(len(made.shape))))
+        return all_cuts(part_of, made) if kind.splits else EQUAL
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -185,4 +186,8 @@ class KernelCalls:
             whole = tile.queries is None
             alike = (one for one in self.saved if one.chunk == tile.chunk and (one.queries is None) == whole)
             made = next(self.saved[one][1] for one in alike if self.saved[one][0] == kernel)
-        return [Ref(self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)) for at in KERNELS[kernel].state]
+
+        def taken(at: int) -> str:
+            return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
+
+        return [Ref(self.ops.once(f"{made}_{at}", partial(taken, at))) for at in KERNELS[kernel].state]
