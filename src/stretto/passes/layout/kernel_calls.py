@@ -50,8 +50,9 @@ class Tile:
 
 class KernelCalls:
     """Of one op, and its backward. ends: of chunks in each block; pairs: of queries and keys, as the op's
-    flops count them; saved: of each tile, the kernel, its call, and what it adds to scores; made: of each
-    step, in the direction that is being emitted, what its tiles have made."""
+    flops count them; saved: of each tile, the kernel, the call that has drawn for it, and what it adds to
+    scores; alike: what is called -> the first such call, which is all calls' where nothing is drawn; made: of
+    each step, in the direction that is being emitted, what its tiles have made."""
 
     def __init__(self, ops: StepOps, op: Op) -> None:
         self.op, self.ops, self.given = op, ops, arguments(op)
@@ -61,6 +62,7 @@ class KernelCalls:
         self.pairs = math.prod(shape[:3]) * self.count * ops.size
         self.ends = [*accumulate(n // (2 if ops.halves else 1) for n in ops.lengths or (shape[ROWS],))]
         self.saved: dict[Tile, tuple[str, str, str | None]] = {}
+        self.alike: dict[object, str] = {}
         self.made: dict[int, list[str]] = defaultdict(list)
 
     def tiles(self, chunk: int, step: int) -> list[Tile]:
@@ -87,7 +89,8 @@ class KernelCalls:
         hidden = self._hidden(kernel, q, tile.seen) if later and kernel != FLASH else None
         args, kwargs = call(kernel, self._given(tile, kernel, hidden, (q, k, v)))
         made = ops.emit(name, kernel, *args, flops=self._flops(self.op, q, k), **kwargs)
-        self.saved[tile] = kernel, made, hidden
+        alike = self.alike.setdefault((kernel, ops.shape(q), ops.shape(k), tile.seen > 0), made)
+        self.saved[tile] = kernel, made if self.given["dropout_p"] else alike, hidden
         value, lse = (ops.emit(f"{name}_{n}", GETITEM, Ref(made), k) for k, n in enumerate(("made", "lse")))
         self.made[tile.step].append(value)
         shape = ops.shape(value)[:-1]
@@ -180,12 +183,8 @@ class KernelCalls:
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
     def _state(self, tile: Tile) -> list[Ref]:
-        """What a kernel has drawn by. Without dropout that is nothing, and calls of one shape share it."""
+        """What a kernel has drawn by."""
         kernel, made, _ = self.saved[tile]
-        if not self.given["dropout_p"]:
-            whole = tile.queries is None
-            alike = (one for one in self.saved if one.chunk == tile.chunk and (one.queries is None) == whole)
-            made = next(self.saved[one][1] for one in alike if self.saved[one][0] == kernel)
 
         def taken(at: int) -> str:
             return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
