@@ -17,6 +17,7 @@ from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.emit import EXCHANGE, SLICE, Emitter
 from stretto.passes.layout.kernels import OVER
+from stretto.passes.layout.rules import CAT
 
 HEADS = 1
 """A dim of (batch, heads, sequence, features)."""
@@ -28,8 +29,6 @@ _OTHERS = (
 )
 
 _SAME_ORDER = VIEW_OPS | names("clone _to_copy contiguous")
-
-CAT = "aten.cat.default"
 
 Half = int | str | None
 """Which block of rows: its number, None for all, or "either", the half that the rank's coordinate says."""
@@ -157,7 +156,8 @@ class StepOps:
         if (start, end) == (0, self.shape(x)[dim]):
             return x
         x = self.cats.get(x, x)
-        inside, at = [], 0
+        inside: list[str] = []
+        at = 0
         op = self.out.made.get(x)
         for part in op.args[0] if op is not None and op.target == CAT and op.args[1:] == (dim,) else ():
             before, at = at, at + self.shape(part.name)[dim]

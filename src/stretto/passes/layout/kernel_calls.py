@@ -99,7 +99,8 @@ class KernelCalls:
         return value, ops.rows(lse, 0, shape[ROWS])
 
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
-        """Gradients of queries, keys and values. rows: gradient, queries, result, log-sum-exp of a chunk."""
+        """Gradients of queries, keys and values, and of a mask that has one. rows: gradient, queries, result,
+        log-sum-exp of a chunk."""
         ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
@@ -109,15 +110,14 @@ class KernelCalls:
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
         given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
-        given |= dict.fromkeys(("cum_seq_q", "cum_seq_k"))
+        given |= {"cum_seq_q": None, "cum_seq_k": None}
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
-        target = backward_of(kernel)
-        args, kwargs = call(target, given)
-        called = Ref(ops.emit(name, target, *args, flops=self._flops(op, q, k), **kwargs))
-        wanted = range(4 if any(op.outputs[3:]) else 3)
-        made = [ops.emit(f"{name}_d{'qkvm'[at]}", GETITEM, called, at) for at in wanted]
-        self.made[tile.step].append(made[0])
-        return made
+        args, kwargs = call(backward_of(kernel), given)
+        called = Ref(ops.emit(name, backward_of(kernel), *args, flops=self._flops(op, q, k), **kwargs))
+        wanted = "qkvm" if any(op.outputs[3:]) else "qkv"
+        grads = [ops.emit(f"{name}_d{what}", GETITEM, called, at) for at, what in enumerate(wanted)]
+        self.made[tile.step].append(grads[0])
+        return grads
 
     def _given(self, tile: Tile, kernel: str, hidden: str | None, tensors: Sequence[str]) -> dict[str, Any]:
         """tensors: queries, keys, values."""
@@ -137,11 +137,9 @@ class KernelCalls:
     # --- keys and masks -------------------------------------------------------------------------------------
 
     def _keys(self, tile: Tile, pair: tuple[str, str]) -> list[str]:
-        ops = self.ops
-        if tile.seen:
-            own = pair if tile.seen == ops.shape(pair[0])[ROWS] else map(ops.own, pair)
-            return [ops.rows(x, 0, tile.seen) for x in own]
-        return list(pair)
+        if tile.seen in (0, self.ops.shape(pair[0])[ROWS]):
+            return list(pair)
+        return [self.ops.rows(self.ops.own(x), 0, tile.seen) for x in pair]
 
     def _mask(self, tile: Tile) -> str | None:
         """That of a chunk's queries and a step's keys."""
