@@ -34,7 +34,7 @@ from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import HEADS, Merged, StepOps, Summed, sum_of_first, summed_in
 from stretto.passes.layout.emit import SLICE, Emitter
 from stretto.passes.layout.kernel_calls import KernelCalls, Tile
-from stretto.passes.layout.kernels import SHARED_OP, arguments, gradient_of
+from stretto.passes.layout.kernels import SHARED_OP, arguments
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import spec_with, strides_of, with_uses
 
@@ -244,7 +244,7 @@ class _Attention:
         """Gradients of queries, and of a mask, of chunks; those of keys and values."""
         ops, calls, given = self.ops, self.calls, arguments(op)
         ops.start, ops.random = op.name, False
-        grads = ops.parts(gradient_of(given))
+        grads = ops.parts(op.args[0].name)
         rows: list[tuple[str, ...]]
         if ops.kind == "ulysses":
             grads = [ops.exchanged(x, ROWS, HEADS, "grad_heads") for x in grads]

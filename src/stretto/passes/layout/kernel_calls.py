@@ -101,14 +101,15 @@ class KernelCalls:
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
         """Gradients of queries, keys and values, and of a mask that has one. rows: gradient, queries, result,
         log-sum-exp of a chunk."""
-        ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
+        ops, name, (kernel, call_of, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
         k, v = self._keys(tile, pair)
         given = self._given(tile, kernel, hidden, (q, k, v))
         given |= dict.fromkeys(("grad_out", "grad_out_"), Ref(grad))
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
-        given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
+        drawn = (self._part_of(call_of, at) for at in KERNELS[kernel].state)
+        given |= dict(zip(("philox_seed", "philox_offset"), drawn, strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
         given |= {"cum_seq_q": None, "cum_seq_k": None}
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
@@ -180,11 +181,6 @@ class KernelCalls:
             lse = ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
-    def _state(self, tile: Tile) -> list[Ref]:
-        """What a kernel has drawn by."""
-        kernel, made, _ = self.saved[tile]
-
-        def taken(at: int) -> str:
-            return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
-
-        return [Ref(self.ops.once(f"{made}_{at}", partial(taken, at))) for at in KERNELS[kernel].state]
+    def _part_of(self, made: str, at: int) -> Ref:
+        part = partial(self.ops.emit, f"state_{at}", GETITEM, Ref(made), at)
+        return Ref(self.ops.once(f"{made}_{at}", part))

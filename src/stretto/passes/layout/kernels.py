@@ -82,12 +82,6 @@ def mask_of(op: Op) -> str | None:
     return mask.name if isinstance(mask, Ref) else None
 
 
-def gradient_of(given: Mapping[str, Any]) -> str:
-    """What a backward is given. Kernels call it by two names."""
-    gradient: str = (given["grad_out"] if "grad_out" in given else given["grad_out_"]).name
-    return gradient
-
-
 def heads_fit(size: int) -> bool:
     """Whether CUDA's kernels take heads of this size, of two-byte elements or wider."""
     return size <= MAX_HEAD_DIM and size % (ALIGNED_BYTES // 2) == 0
