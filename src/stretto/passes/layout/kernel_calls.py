@@ -1,8 +1,8 @@
 """Calls of an attention's kernel: which queries meet which keys in one, and what the kernel is given.
 
 Of a causal sequence, a part of a chunk's queries sees the keys that are at hand up to its own. That is
-causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so, and
-later chunks have it in the place of cuDNN's; other kernels get a mask.
+causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so (2.1 and
+later), and later chunks have it in the place of cuDNN's; other kernels get a mask.
 """
 
 from __future__ import annotations

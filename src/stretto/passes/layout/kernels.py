@@ -1,8 +1,6 @@
 """Attention kernels that return the log-sum-exp of their rows: what each has of its own beside its schema.
 
 Arguments go by the names that PyTorch's schemas give them, and these are nearly the same for all kernels.
-CUDA's flash attention takes `is_causal` from the lower right (FlashAttention 2.1 and later): the last query
-sees all keys, however few queries there are. Others take it from the upper left.
 """
 
 from __future__ import annotations
