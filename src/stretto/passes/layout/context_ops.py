@@ -10,26 +10,21 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
 from stretto.ir.op_names import OWN, names
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
-from stretto.passes.layout.emit import EXCHANGE, SLICE, Emitter
+from stretto.passes.layout.emit import EXCHANGE, Emitter
 from stretto.passes.layout.kernels import OVER
+from stretto.passes.layout.rules import CAT
 
 HEADS = 1
 """A dim of (batch, heads, sequence, features)."""
 
 JOB_DEVICE = Const("device", "job")
-_OTHERS = (
-    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE, OWN),
-    *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
-)
+_FULL_NAMES = ("aten.", "comm.", "axis.", "layout.", OWN, GETITEM)
 
 _SAME_ORDER = VIEW_OPS | names("clone _to_copy contiguous")
-
-CAT = "aten.cat.default"
 
 Half = int | str | None
 """Which block of rows: its number, None for all, or "either", the half that the rank's coordinate says."""
@@ -51,11 +46,10 @@ class StepOps:
         self.at_hand = self.size == 1 or self.kind == "ulysses"
         self._names: dict[str, str] = {}
         self.cats: dict[str, str] = {}
-        self._joined: dict[tuple[str, ...], str] = {}
 
     def emit(self, what: str, target: str, *args: Arg, flops: int = 0, **kwargs: Arg) -> str:
         """An op of PyTorch's, by its name, or another by its target."""
-        target = target if target in _OTHERS or target.startswith("aten.") else f"aten.{target}"
+        target = target if target.startswith(_FULL_NAMES) else f"aten.{target}"
         random = self.random and "attention" in target
         name = f"{self.start}_{what}"
         return self.out.emit(target, *args, name=name, kwargs=kwargs, flops=flops, random=random)
@@ -146,18 +140,19 @@ class StepOps:
         """One behind another."""
         if len(parts) == 1:
             return parts[0]
-        key = (*parts, str(dim))
-        if key not in self._joined:
-            name = f"{parts[-1]}_joined"
-            self._joined[key] = self.out.emit(CAT, tuple(map(Ref, parts)), dim, name=name)
-        return self._joined[key]
+        refs, name = tuple(map(Ref, parts)), f"{parts[-1]}_joined"
+        key = f"{refs} {dim}"
+        if key not in self._names:
+            self._names[key] = self.out.emit(CAT, refs, dim, name=name)
+        return self._names[key]
 
     def rows(self, x: str, start: int, end: int, dim: int = ROWS) -> str:
         """A slice; of what was joined, the parts of it."""
         if (start, end) == (0, self.shape(x)[dim]):
             return x
         x = self.cats.get(x, x)
-        inside, at = [], 0
+        inside: list[str] = []
+        at = 0
         op = self.out.made.get(x)
         for part in op.args[0] if op is not None and op.target == CAT and op.args[1:] == (dim,) else ():
             before, at = at, at + self.shape(part.name)[dim]

@@ -34,7 +34,7 @@ from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import HEADS, Merged, StepOps, Summed, sum_of_first, summed_in
 from stretto.passes.layout.emit import SLICE, Emitter
 from stretto.passes.layout.kernel_calls import KernelCalls, Tile
-from stretto.passes.layout.kernels import SHARED_OP, arguments, gradient_of
+from stretto.passes.layout.kernels import SHARED_OP, arguments
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import spec_with, strides_of, with_uses
 
@@ -211,7 +211,8 @@ class _Attention:
         made, lse = ops.joined([value for value, _ in own]), ops.joined([lse for _, lse in own])
         if ops.at_hand:
             return made, lse
-        merged, later = Merged(ops, made, lse, split=calls.causal), None
+        merged = Merged(ops, made, lse, split=calls.causal)
+        later: Merged | None = None
         for step in range(1, self.steps):
             for tile in calls.tiles(chunk, step):
                 made, lse = calls.forward(tile, q, pair(tile))
@@ -243,7 +244,8 @@ class _Attention:
         """Gradients of queries, and of a mask, of chunks; those of keys and values."""
         ops, calls, given = self.ops, self.calls, arguments(op)
         ops.start, ops.random = op.name, False
-        grads = ops.parts(gradient_of(given))
+        grads = ops.parts(op.args[0].name)
+        rows: list[tuple[str, ...]]
         if ops.kind == "ulysses":
             grads = [ops.exchanged(x, ROWS, HEADS, "grad_heads") for x in grads]
             rows = [(grad, *of_chunk) for grad, of_chunk in zip(grads, self.exchanged, strict=True)]
@@ -252,7 +254,8 @@ class _Attention:
             kept = (ops.parts(given[what].name) for what in ("query", "out", "logsumexp"))
             rows = list(zip(grads, *kept, strict=True))
         pair = self._came()
-        of_queries, of_masks = [], []
+        of_queries: list[str] = []
+        of_masks: list[str] = []
         own: list[tuple[int, list[str]]] = []
         for chunk, of_chunk in enumerate(rows):
             found: list[str] = []

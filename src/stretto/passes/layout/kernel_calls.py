@@ -1,8 +1,8 @@
 """Calls of an attention's kernel: which queries meet which keys in one, and what the kernel is given.
 
 Of a causal sequence, a part of a chunk's queries sees the keys that are at hand up to its own. That is
-causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so, and
-later chunks have it in the place of cuDNN's; other kernels get a mask.
+causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so (2.1 and
+later), and later chunks have it in the place of cuDNN's; other kernels get a mask.
 """
 
 from __future__ import annotations
@@ -99,25 +99,26 @@ class KernelCalls:
         return value, ops.rows(lse, 0, shape[ROWS])
 
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
-        """Gradients of queries, keys and values. rows: gradient, queries, result, log-sum-exp of a chunk."""
-        ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
+        """Gradients of queries, keys and values, and of a mask that has one. rows: gradient, queries, result,
+        log-sum-exp of a chunk."""
+        ops, name, (kernel, call_of, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
         k, v = self._keys(tile, pair)
         given = self._given(tile, kernel, hidden, (q, k, v))
         given |= dict.fromkeys(("grad_out", "grad_out_"), Ref(grad))
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
-        given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
+        drawn = (self._part_of(call_of, at) for at in KERNELS[kernel].state)
+        given |= dict(zip(("philox_seed", "philox_offset"), drawn, strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
-        given |= dict.fromkeys(("cum_seq_q", "cum_seq_k"))
+        given |= {"cum_seq_q": None, "cum_seq_k": None}
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
-        target = backward_of(kernel)
-        args, kwargs = call(target, given)
-        called = Ref(ops.emit(name, target, *args, flops=self._flops(op, q, k), **kwargs))
-        wanted = range(4 if any(op.outputs[3:]) else 3)
-        made = [ops.emit(f"{name}_d{'qkvm'[at]}", GETITEM, called, at) for at in wanted]
-        self.made[tile.step].append(made[0])
-        return made
+        args, kwargs = call(backward_of(kernel), given)
+        called = Ref(ops.emit(name, backward_of(kernel), *args, flops=self._flops(op, q, k), **kwargs))
+        wanted = "qkvm" if any(op.outputs[3:]) else "qkv"
+        grads = [ops.emit(f"{name}_d{what}", GETITEM, called, at) for at, what in enumerate(wanted)]
+        self.made[tile.step].append(grads[0])
+        return grads
 
     def _given(self, tile: Tile, kernel: str, hidden: str | None, tensors: Sequence[str]) -> dict[str, Any]:
         """tensors: queries, keys, values."""
@@ -137,11 +138,9 @@ class KernelCalls:
     # --- keys and masks -------------------------------------------------------------------------------------
 
     def _keys(self, tile: Tile, pair: tuple[str, str]) -> list[str]:
-        ops = self.ops
-        if tile.seen:
-            own = pair if tile.seen == ops.shape(pair[0])[ROWS] else map(ops.own, pair)
-            return [ops.rows(x, 0, tile.seen) for x in own]
-        return list(pair)
+        if tile.seen in (0, self.ops.shape(pair[0])[ROWS]):
+            return list(pair)
+        return [self.ops.rows(self.ops.own(x), 0, tile.seen) for x in pair]
 
     def _mask(self, tile: Tile) -> str | None:
         """That of a chunk's queries and a step's keys."""
@@ -182,11 +181,6 @@ class KernelCalls:
             lse = ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
-    def _state(self, tile: Tile) -> list[Ref]:
-        """What a kernel has drawn by."""
-        kernel, made, _ = self.saved[tile]
-
-        def taken(at: int) -> str:
-            return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
-
-        return [Ref(self.ops.once(f"{made}_{at}", partial(taken, at))) for at in KERNELS[kernel].state]
+    def _part_of(self, made: str, at: int) -> Ref:
+        part = partial(self.ops.emit, f"state_{at}", GETITEM, Ref(made), at)
+        return Ref(self.ops.once(f"{made}_{at}", part))
