@@ -2,13 +2,15 @@
 
     python -m benchmarks context-described [LAYERS [CP...]]
 
-Layers of an 8B Llama (hidden 4096, 32 heads, 8 of keys, vocabulary 128256) over cp and tp = 8, with sequence
-parallelism, of one sample of 16,384 tokens for each rank of cp, captured on the meta device and planned with
-described costs. Prints the table of docs/context-parallel.md.
+An 8B Llama (32 layers, hidden 4096, 32 heads, 8 of keys, vocabulary 128256), or some of its layers, over cp
+and tp = 8, with sequence parallelism, of one sample of 16,384 tokens for each rank of cp, captured on the
+meta device and planned with described costs. Each layer is a stage of the same ranks, so that equal ones are
+ordered once. Prints the table of docs/context-parallel.md.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +23,7 @@ from stretto.simulating import simulate
 
 TP, TOKENS = 8, 16_384
 SIZES = (8, 64)
-LAYERS = 4
+LAYERS = 32
 
 
 def model(layers: int, length: int) -> LlamaForCausalLM:
@@ -45,22 +47,38 @@ def ring_us(timeline: Timeline, kind: SpanKind) -> float:
     return sum(span.duration_us for span in found)
 
 
+def planned(layers: int, cp: int) -> stretto.Plan:
+    """Over cp and tp."""
+    length = TOKENS * cp
+    ids = torch.empty(1, length, dtype=torch.int64, device="meta")
+    parallel = stretto.Parallel(
+        cp=cp,
+        cp_kind="ring",
+        tp=TP,
+        sequence_parallel=True,
+        schedule="interleaved-1f1b" if layers > 1 else "1f1b",
+        split=[f"model.layers.{k}" for k in range(1, layers)] or None,
+    )
+    batch = {"input_ids": ids, "labels": ids}
+    job = stretto.capture(
+        model(layers, length), batch, huggingface_sum, parallel, precision="bf16", device="cuda"
+    )
+    return stretto.plan(job, f"h100x{cp * TP}")
+
+
 def main(arguments: Sequence[str] = ()) -> None:
     layers, *sizes = map(int, arguments) if arguments else (LAYERS,)
-    print("| layers | tokens | cp | step ms | messages ms | exposed ms | hidden | GB a rank |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    names = "layers, tokens, cp, step s, of the bound, messages s, exposed ms, hidden, GB a rank, planned s"
+    print(f"| {names.replace(', ', ' | ')} |\n{'| --- ' * 10}|")
     for cp in sizes or SIZES:
-        length = TOKENS * cp
-        ids = torch.empty(1, length, dtype=torch.int64, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
-        parallel = stretto.Parallel(cp=cp, cp_kind="ring", tp=TP, sequence_parallel=True)
-        job = stretto.capture(
-            model(layers, length), batch, huggingface_sum, parallel, precision="bf16", device="cuda"
-        )
-        plan = stretto.plan(job, f"h100x{cp * TP}")
-        assert plan.prediction is not None
+        begun_s = time.process_time()
+        plan = planned(layers, cp)
+        planned_s = time.process_time() - begun_s
+        prediction = plan.prediction
+        assert prediction is not None
         timeline = simulate(plan)
         sent, exposed = (ring_us(timeline, kind) for kind in (SpanKind.MESSAGE, SpanKind.EXPOSED))
-        step, peak = plan.prediction.step_us / 1e3, max(plan.prediction.peak_bytes) / 1e9
-        cells = f"{layers} | {length:,} | {cp} | {step:.1f} | {sent / 1e3:.1f} | {exposed / 1e3:.1f}"
-        print(f"| {cells} | {100 * (1 - exposed / sent):.1f} % | {peak:.1f} |", flush=True)
+        step, peak = prediction.step_us, max(prediction.peak_bytes) / 1e9
+        cells = f"{layers} | {TOKENS * cp:,} | {cp} | {step / 1e6:.3f} | {step / prediction.bound_us:.3f}"
+        cells += f" | {sent / 1e6:.3f} | {exposed / 1e3:.1f} | {100 * (1 - exposed / sent):.1f} %"
+        print(f"| {cells} | {peak:.1f} | {planned_s:.0f} |", flush=True)

@@ -12,17 +12,22 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from benchmarks import context_described
 from stretto.capturing import capture
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.errors import UsageError
+from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Job, Op
+from stretto.ir.timeline import SpanKind
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.models.moe import moe_token_sum
 from stretto.parallelize.layout import layout_of
+from stretto.passes.step import SEARCH_S
 from stretto.runtime.local import run_threads
+from stretto.simulating import simulate
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.parallelize import mixtures
@@ -32,6 +37,7 @@ from tests.parallelize.equality import (
     assert_plan_is_plain,
     loss_of,
     small,
+    step_of,
 )
 from tests.parallelize.equality import gpt as _gpt
 from tests.runtime.equality import from_transformers, huggingface_loss
@@ -86,6 +92,9 @@ def ops_of(job: Job) -> list[Op]:
         ("gpt", {"pp": 2, "schedule": "interleaved-1f1b", "stages": 4, **SP}),
         ("llama", {"pp": 2, "schedule": "zb-h2", "recompute": "selective"}),
         ("gpt", {"recompute": "full"}),
+        ("llama, fewer heads of keys", {"ampipe_degree": 2}),
+        ("gpt", {"ampipe_degree": 3, "cp_kind": "gathered"}),
+        ("gpt", {"ampipe_degree": 2, "cp_kind": "ulysses"}),
     ],
     ids=str,
 )
@@ -118,6 +127,34 @@ def test_keys_and_values_move_once_each_way(kind: str, wanted: dict[str, int]) -
         assert sent == {1, 2 * heads * 4 * 2 * 8}  # rows, heads, tokens, features of keys and values
 
 
+@pytest.mark.parametrize("kind", ["gathered", "ring"])
+def test_keys_and_values_move_once_for_all_chunks(kind: str) -> None:
+    model = small("LlamaForCausalLM", num_key_value_heads=2)
+    one, two = (
+        collectives(
+            capture(model, batch_of(), huggingface_loss, context(cp=4, cp_kind=kind, ampipe_degree=n))
+        )
+        for n in (1, 2)
+    )
+    assert one == two
+
+
+@pytest.mark.parametrize("kind", ["gathered", "ring", "ulysses"])
+def test_chunks_do_not_wait_for_each_other_behind_their_keys(kind: str) -> None:
+    """What the first block makes of a chunk comes of half of its attention, and of all its keys."""
+    job = capture(gpt(), batch_of(), next_token_loss, context(cp=4, cp_kind=kind, ampipe_degree=2))
+    above: dict[str, set[str]] = {}
+    for op in ops_of(job):
+        above[op.name] = {op.name}.union(*(above.get(name, set()) for name in op.uses))
+    kernels = {op.name for op in ops_of(job) if "attention" in op.target and "backward" not in op.target}
+    first = {name for name in kernels if not (above[name] & kernels) - {name}}
+    mlp = [op for op in job.stages[0].ops[Phase.F] if op.module.startswith("blocks.0.mlp.") and op.flops]
+    seen = list({frozenset(above[op.name] & first) for op in mlp})
+    assert len(seen) == 2
+    assert seen[0].isdisjoint(seen[1])
+    assert seen[0] | seen[1] == first
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "kind"), [(4096, 4, "gathered"), (8192, 4, "ring"), (4096, 1, "ring")]
 )
@@ -128,6 +165,39 @@ def test_a_ring_is_chosen_where_steps_hide_its_messages(tokens: int, heads: int,
     batch = {"input_ids": ids, "labels": ids}
     job = capture(model, batch, huggingface_loss, context(cp_kind="auto"))
     assert (("cp", "permute_next") in collectives(job)) == (kind == "ring")
+
+
+def test_a_ring_keeps_two_blocks_of_keys_and_values() -> None:
+    """The third message goes once the kernels are done that read the first block, under the second step's."""
+    needs: dict[str, set[str]] = {}
+    for op in ops_of(capture(gpt(), batch_of(), next_token_loss, context(cp=4))):
+        needs[op.name] = {op.name}.union(*(needs.get(name, set()) for name in op.uses))
+    sent = [name.removesuffix("_pair_3") for name in needs if name.endswith("_pair_3")]
+    assert len(sent) == 2 * 2  # layers, each way
+    for attention in sent:
+        first, second = ({f"{attention}_chunk_0_step_{k}{tile}" for tile in ("", "_1")} for k in (1, 2))
+        assert needs.keys() >= first | second
+        assert needs[f"{attention}_pair_3"] & (first | second) == first
+
+
+@pytest.mark.slow
+def test_a_long_sequence_hides_its_ring_and_takes_no_more_memory_than_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four layers of an 8B Llama: 131,072 tokens over cp = 8 and tp = 8, beside 16,384 over tp alone."""
+    monkeypatch.delenv(SEARCH_S, raising=False)
+    alone, shared = (context_described.planned(4, cp) for cp in (1, 8))
+    assert len(shared.orders) == 1  # one program for all ranks, so that their work is even
+    timeline = simulate(shared)
+    sent, exposed = (
+        context_described.ring_us(timeline, kind) for kind in (SpanKind.MESSAGE, SpanKind.EXPOSED)
+    )
+    assert sent > 0.0
+    assert exposed <= 0.05 * sent
+    block = context_described.TOKENS * 2 * 128 * 2  # of keys and values of one head, bf16
+    peaks = [max(simulate(plan).peak_bytes) for plan in (alone, shared)]
+    # Two of keys and values, and two of their gradients, in float32.
+    assert peaks[1] - peaks[0] <= 2 * block + 2 * 2 * block
 
 
 def attention_flops(job: Job) -> int:
@@ -255,7 +325,7 @@ def test_a_sum_is_divided_by_the_count_of_all_tokens(how: dict[str, Any]) -> Non
     assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_sum, batch)
 
 
-@pytest.mark.parametrize("how", [{}, {"dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"dp": 2, "ep": 2}, {"ampipe_degree": 2}], ids=str)
 def test_experts_choose_from_the_tokens_of_all_ranks(how: dict[str, Any]) -> None:
     model = mixtures.model_of(mixtures.DROPLESS, layers=1)
     job = capture(model, mixtures.batch(), moe_token_sum, context(**{"microbatches": 1, **how}))
@@ -312,6 +382,24 @@ def test_draws_differ_between_the_parts_of_a_sequence() -> None:
     assert differing_in(job, "cp").issuperset(drawn)
 
 
+def test_chunks_draw_what_a_rank_draws() -> None:
+    """Attention drops as well: on a processor, by ops of its own."""
+    model = gpt(dropout=0.3).double()
+    (want, grads), (found, others) = (
+        step_of(
+            stretto.plan(
+                capture(model, batch_of(), next_token_loss, context(ampipe_degree=n)), cores(), order="list"
+            ),
+            model,
+            batch_of(),
+        )
+        for n in (1, 2)
+    )
+    assert torch.allclose(found, want, rtol=1e-12)
+    for name, grad in grads.items():
+        assert torch.allclose(others[name], grad, rtol=1e-10, atol=1e-12), name
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -341,6 +429,17 @@ def test_kernels_of_accelerators_are_laid_out(name: str, kind: str) -> None:
     kernels = {op.target for op in ops_of(job) if "attention" in op.target}
     assert len(kernels) == 2
     assert all(("efficient" if name == "efficient" else "flash") in target for target in kernels)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_kernels_of_accelerators_are_laid_out_in_chunks(name: str, kind: str) -> None:
+    """Flash attention is causal from the lower right; what has a mask keeps its rows of it."""
+    model = small("MistralForCausalLM", sliding_window=4 if name == "efficient" else None)
+    how = context(cp_kind=kind, tp=2, ampipe_degree=2)
+    job = capture(model, batch_of(), huggingface_loss, how, precision="bf16", device="cuda")
+    verify(stretto.plan(job, cores(), order="list"))
+    assert len({op.target for op in ops_of(job) if "attention" in op.target}) == 2
 
 
 def test_a_batch_without_a_sequence_is_refused() -> None:

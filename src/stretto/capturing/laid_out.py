@@ -135,7 +135,7 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
     program = program if chunks.full else by_chunk(program)
-    blocks = 1 if layout.context == 1 else blocks_of(layout.context_kind)
+    blocks = 0 if layout.context == 1 else blocks_of(layout.context_kind)
     return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
 
 

@@ -111,11 +111,7 @@ ATTENTION = names(
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable"""
 )
-ATTENTION_BACKWARD = names(
-    """_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-    _scaled_dot_product_fused_attention_overrideable_backward"""
-)
+ATTENTION_BACKWARD = frozenset(name.replace(".default", "_backward.default") for name in ATTENTION)
 
 MIXTURE, MIXTURE_BACKWARD = "stretto_experts.mixture.default", "stretto_experts.mixture_backward.default"
 """A module of experts, until a rank's ops are in its place (`stretto.parallelize.expert_op`)."""

@@ -5,6 +5,7 @@ permutations and copies put gathered slices in order (`stretto.ir.placements`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
 from stretto.ir.placement import (
@@ -123,10 +124,13 @@ def with_parts(
 def _before_view(rule: Dims, kept: Placement, spec: TensorSpec) -> Placement:
     """A part of one element that is repeated was viewed otherwise before, and no rank's shape changed: it is
     the same slice of other dims."""
-    if any(rule.inputs[0][dim] is not None for dim, _ in kept.at):
-        return kept
+    return kept if any(rule.inputs[0][dim] is not None for dim, _ in kept.at) else all_cuts(kept, spec)
+
+
+def all_cuts(kept: Placement, spec: TensorSpec) -> Placement:
+    """The same slices, along all dims of which they are some."""
     cuts = (cut for at in kept.at for cut in cuts_at(spec.shape, where_cut(spec.shape, *at)))
-    return Placement("part", tuple(dict.fromkeys(cuts)))
+    return replace(kept, at=tuple(dict.fromkeys((*kept.at, *cuts))))
 
 
 def _beside(

@@ -33,6 +33,7 @@ from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, OWN
 from stretto.ir.placed_by_rule import (
     EXPAND,
     VIEW_OPS,
+    all_cuts,
     behind_one_another,
     full,
     joined,
@@ -88,6 +89,13 @@ def _is_zero(op: Op) -> bool:
         return True
     at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(name)
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
+
+
+def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
+    """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer, the
+    least of which is a slice of one."""
+    at = ((d, max(blocks * after // before, 1) if d == dim else blocks) for d, blocks in kept.at)
+    return replace(kept, at=tuple(at))
 
 
 class Placer:
@@ -152,7 +160,9 @@ class Placer:
         kept, kind = self.of(source), op.kind
         assert kind is not None
         if op.args[-2] != self._axis:
-            return kept
+            assert op.outputs[0] is not None
+            rows = op.outputs[0].shape[:1]
+            return _with_rows(kept, 0, specs[source].shape[0], rows[0]) if rows else kept
         if not kind.sums and kind.differs == "never":
             return self._gathered(source, kept)
         if not kind.sums:
@@ -163,7 +173,8 @@ class Placer:
             return EQUAL
         if kept.kind == "equal":
             raise EqualReducedError(source)
-        return Placement("part", tuple((d, 1) for d in range(len(op.made.shape)))) if kind.splits else EQUAL
+        part_of = Placement("part", tuple((d, 1) for d in range(len(op.made.shape))))
+        return all_cuts(part_of, op.made) if kind.splits else EQUAL
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
@@ -182,7 +193,7 @@ class Placer:
         source = op.args[0].name
         kept = self.of(source)
         if op.args[-2] != self._axis:
-            return kept
+            return _with_rows(kept, op.args[1], op.args[-1], 1)
         if kept.zero or kept.kind == "local":
             return LOCAL if kept == UNKNOWN else kept
         if kept.kind == "sum":
@@ -210,6 +221,7 @@ class Placer:
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
+            given = [all_cuts(kept, spec) for kept, spec in zip(given, specs, strict=True)]
         rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)

@@ -36,6 +36,9 @@ from stretto.passes.layout.rules import Choice, OpGiven, Rule, emit_op, full
 ROWS = 2
 """The dim of the sequence in queries, keys and values (batch, heads, sequence, features)."""
 
+BEHIND = sharded(ROWS, 0)
+"""Chunks one behind another, whatever blocks each has."""
+
 ALONE = ("", 1, "", False, ())
 """`over` of one rank and one chunk: (axis, size, kind, whether in two halves, rows of chunks)."""
 
@@ -121,26 +124,21 @@ def _in_chunks(lengths: tuple[int, ...], blocks: int, op: Op, given: OpGiven) ->
         inputs = placed(op, given, rows, of_keys, REPLICATED)
         made = rows if blocks > 1 and same else of_keys
         if inputs is not None:
-            emit = partial(_emit_chunks, over, inputs, results_of(op, sharded(ROWS), made))
+            emit = partial(_emit_chunks, over, Choice(inputs, results_of(op, BEHIND, made)))
             yield Choice(inputs, results_of(op, rows, made), emit)
 
 
 def _emit_chunks(
-    over: tuple[Any, ...],
-    inputs: Sequence[AxisPlacement],
-    results: Sequence[AxisPlacement],
-    out: Emitter,
-    op: Op,
-    local: Sequence[str],
+    over: tuple[Any, ...], cut: Choice, out: Emitter, op: Op, local: Sequence[str]
 ) -> Sequence[str]:
-    """results: how chunks are cut from what the op makes."""
-
-    def joined(x: str, at: AxisPlacement) -> str:
-        return out.converted(x, sharded(at.dim), REPLICATED, ()) if at.is_sharded else x
-
-    (whole,) = emit_op(full(op), 1)(out, with_over(op, over), list(map(joined, local, inputs)))
+    """cut: of what chunks are made, and how they are cut from what the op makes."""
+    joined = [
+        out.converted(x, BEHIND, REPLICATED, ()) if at.is_sharded else x
+        for x, at in zip(local, cut.inputs, strict=True)
+    ]
+    (whole,) = emit_op(full(op), 1)(out, with_over(op, over), joined)
     made = []
-    for k, (spec, at) in enumerate(zip(op.outputs, results, strict=True)):
+    for k, (spec, at) in enumerate(zip(op.outputs, cut.outputs, strict=True)):
         one = "" if spec is None else out.emit(GETITEM, Ref(whole), k, name=f"{op.name}_{k}")
         made.append(out.converted(one, REPLICATED, at, ()) if one and at.is_sharded else one)
     return made

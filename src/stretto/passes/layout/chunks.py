@@ -77,18 +77,18 @@ def in_chunks(
     degree: int,
     ranks: int,
     may_be_partial: frozenset[str] = frozenset(),
-    blocks_of_tokens: int = 1,
+    blocks_of_tokens: int = 0,
 ) -> ChunkedProgram:
     """See the module. ranks: with sequence parallelism, those that share each chunk, and go on with it up to
-    the norm behind the last block. blocks_of_tokens: of a rank. Raises UsageError for a sequence that is too
-    short, and MisfitError."""
+    the norm behind the last block. blocks_of_tokens: that a rank has, where ranks share the sequence. Raises
+    UsageError for a sequence that is too short, and MisfitError."""
     stream = stream_into(program, blocks[0])
     if stream is None:
         raise UsageError(
             f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no "
             "activation (batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
         )
-    unit_of_ranks = lcm(ranks, blocks_of_tokens)
+    unit_of_ranks = lcm(ranks, blocks_of_tokens or 1)
     least = max(2, unit_of_ranks)
     if stream.length < least * degree:
         fewer = "two tokens" if least == 2 else f"{least} tokens, one of each rank"
@@ -100,7 +100,7 @@ def in_chunks(
     check_draws((op for op, _ in program.ops), "ampipe_degree")
     lengths = [unit_of_ranks * n for n in lengths_of(stream.length // unit_of_ranks, degree)]
     unit = gcd(*lengths)
-    part = sharded(SEQUENCE_DIM, blocks_of_tokens)
+    part = sharded(SEQUENCE_DIM, blocks_of_tokens or 1)
     region = _Region(program, blocks, stream, part)
     if ranks > 1:
         region = region.with_norm_behind()
@@ -111,12 +111,12 @@ def in_chunks(
         {},
         region.wishes(),
         may_be_partial,
-        AxisRules(rules=rules_of_chunks(lengths, blocks_of_tokens), of_time=True),
+        AxisRules(rules=rules_of_chunks(lengths, part.blocks), of_time=True),
     )
-    unrolled = unroll(made, AXIS, [length // unit for length in lengths])
+    unrolled = unroll(made, AXIS, [length // unit for length in lengths], blocks_of_tokens > 0)
     entering = made.forms[stream.name][part]
     # Chunks of one length are slices in blocks when they are joined; others are gathered before.
-    in_blocks = len({*lengths}) == blocks_of_tokens == 1
+    in_blocks = len({*lengths}) == part.blocks == 1
     left = [region.leaving, *(() if in_blocks else region.gradients)]
     leaving = tuple(chunk for name in left for chunk in unrolled.chunks.get(name, ()))
     return ChunkedProgram(unrolled.program, unrolled.chunks[entering], leaving)

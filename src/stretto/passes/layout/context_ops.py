@@ -10,26 +10,21 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
 from stretto.ir.op_names import OWN, names
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
-from stretto.passes.layout.emit import EXCHANGE, SLICE, Emitter
+from stretto.passes.layout.emit import EXCHANGE, Emitter
 from stretto.passes.layout.kernels import OVER
+from stretto.passes.layout.rules import CAT
 
 HEADS = 1
 """A dim of (batch, heads, sequence, features)."""
 
 JOB_DEVICE = Const("device", "job")
-_OTHERS = (
-    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE, OWN),
-    *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
-)
+_FULL_NAMES = ("aten.", "comm.", "axis.", "layout.", OWN, GETITEM)
 
 _SAME_ORDER = VIEW_OPS | names("clone _to_copy contiguous")
-
-CAT = "aten.cat.default"
 
 Half = int | str | None
 """Which block of rows: its number, None for all, or "either", the half that the rank's coordinate says."""
@@ -51,11 +46,10 @@ class StepOps:
         self.at_hand = self.size == 1 or self.kind == "ulysses"
         self._names: dict[str, str] = {}
         self.cats: dict[str, str] = {}
-        self._joined: dict[tuple[str, ...], str] = {}
 
     def emit(self, what: str, target: str, *args: Arg, flops: int = 0, **kwargs: Arg) -> str:
         """An op of PyTorch's, by its name, or another by its target."""
-        target = target if target in _OTHERS or target.startswith("aten.") else f"aten.{target}"
+        target = target if target.startswith(_FULL_NAMES) else f"aten.{target}"
         random = self.random and "attention" in target
         name = f"{self.start}_{what}"
         return self.out.emit(target, *args, name=name, kwargs=kwargs, flops=flops, random=random)
@@ -88,6 +82,10 @@ class StepOps:
     def communicated(self, target: str, x: str, what: str, *how: Arg) -> str:
         start = self.emit(what, target, Ref(self.out.contiguous(x)), *how, self.axis, self.size)
         return self.emit(f"{what}_wait", WAIT, Ref(start))
+
+    def behind(self, x: str, made: str, what: str) -> str:
+        """The value itself, once `made` is there, which is of the same dtype."""
+        return self.emit(f"{what}_behind", "to.other", Ref(x), Ref(made))
 
     def exchanged(self, x: str, before: int, after: int, what: str) -> str:
         return self.emit(what, EXCHANGE, Ref(x), before, after, self.axis, self.size)
@@ -142,18 +140,19 @@ class StepOps:
         """One behind another."""
         if len(parts) == 1:
             return parts[0]
-        key = (*parts, str(dim))
-        if key not in self._joined:
-            name = f"{parts[-1]}_joined"
-            self._joined[key] = self.out.emit(CAT, tuple(map(Ref, parts)), dim, name=name)
-        return self._joined[key]
+        refs, name = tuple(map(Ref, parts)), f"{parts[-1]}_joined"
+        key = f"{refs} {dim}"
+        if key not in self._names:
+            self._names[key] = self.out.emit(CAT, refs, dim, name=name)
+        return self._names[key]
 
     def rows(self, x: str, start: int, end: int, dim: int = ROWS) -> str:
         """A slice; of what was joined, the parts of it."""
         if (start, end) == (0, self.shape(x)[dim]):
             return x
         x = self.cats.get(x, x)
-        inside, at = [], 0
+        inside: list[str] = []
+        at = 0
         op = self.out.made.get(x)
         for part in op.args[0] if op is not None and op.target == CAT and op.args[1:] == (dim,) else ():
             before, at = at, at + self.shape(part.name)[dim]
@@ -175,41 +174,67 @@ class StepOps:
     def of_blocks(self, x: str, what: str) -> str:
         """(batch, heads, blocks, rows of one, ...)"""
         batch, heads, rows, *rest = self.shape(x)
-        return self.view(x, (batch, heads, self.blocks, rows // self.blocks, *rest), f"{what}_blocks")
+        shape = (batch, heads, self.blocks, rows // self.blocks, *rest)
+        return self.once(f"blocks_of_{x}", lambda: self.view(x, shape, f"{what}_blocks"))
 
     def half(self, x: str, which: Half, step: int, what: str) -> str:
         """Rows of (batch, heads, sequence, ...)."""
-        if which is None:
-            return x
-        split = self.of_blocks(x, what)
+        return x if which is None else self.picked(self.of_blocks(x, what), which, step, what)
+
+    def picked(self, halves: str, which: Half, step: int, what: str) -> str:
+        """Rows of (batch, heads, blocks, rows of one, ...)."""
         if which != "either":
-            return self.emit(f"{what}_half", "select.int", Ref(split), ROWS, which)
-        picked = self.emit(f"{what}_half", "index_select.default", Ref(split), ROWS, Ref(self.either(step)))
+            return self.once(
+                f"{which}_of_{halves}",
+                lambda: self.emit(f"{what}_half", "select.int", Ref(halves), ROWS, which),
+            )
+        picked = self.emit(f"{what}_half", "index_select.default", Ref(halves), ROWS, Ref(self.either(step)))
         return self.emit(what, "select.int", Ref(picked), ROWS, 0)
 
     def either(self, step: int) -> str:
         """0 where the keys of a step are of an earlier rank, 1 where they are of a later one; an index."""
+        return self._of_step(self._later(), "either", step)
+
+    def _later(self) -> str:
+        """Of each step, `either`."""
 
         def make() -> str:
             later = self.emit("wraps", "lt.Tensor", Ref(self._rank()), Ref(self._numbers()))
             return self.emit("half_of", "_to_copy.default", Ref(later), dtype=Const("dtype", "int64"))
 
-        return self._of_step(self.once("half_of", make), "either", step)
+        return self.once("half_of", make)
 
-    def chosen(self, which: Half, step: int, dtype: str = "bool") -> str:
+    def chosen(self, which: Half, step: int, dtype: str) -> str:
         """(2, 1, 1): 1 for the half, 0 for the other."""
-        key = f"{which}_{step}" if which == "either" else f"half_{which}"
+        return self._of_half(which, step, f"chosen_{which}_{dtype}", lambda: self._chosen(which, dtype))
+
+    def uncounted(self, which: Half, step: int, dtype: str) -> str:
+        """(2, 1): what is added to a log-sum-exp, 0 for the half, -inf for the other."""
 
         def make() -> str:
-            two = Ref(self.once("two", lambda: self.emit("two", "arange.default", 2, device=JOB_DEVICE)))
-            if which == "either":
-                chosen = self.emit("is_half", "eq.Tensor", two, Ref(self.either(step)))
-            else:
-                chosen = self.emit("is_half", "eq.Scalar", two, which)
-            return self.view(chosen, (2, 1, 1), "of_halves")
+            chosen = self.once(f"chosen_{which}_{dtype}", lambda: self._chosen(which, dtype))
+            log = self.emit("counted", "log.default", Ref(chosen))
+            return self.view(log, self.shape(log)[:-1], "counted_rows")
 
-        chosen = self.once(f"chosen_{key}", make)
-        return self.once(f"chosen_{key}_{dtype}", lambda: self.converted(chosen, dtype, "chosen"))
+        return self._of_half(which, step, f"counted_{which}_{dtype}", make)
+
+    def _chosen(self, which: Half, dtype: str) -> str:
+        """`chosen` of all steps."""
+        two = Ref(self.once("two", lambda: self.emit("two", "arange.default", 2, device=JOB_DEVICE)))
+        if which == "either":
+            later = self.view(self._later(), (self.size, 1), "half_of_steps")
+            is_half = self.emit("is_half", "eq.Tensor", Ref(later), two)
+        else:
+            is_half = self.emit("is_half", "eq.Scalar", two, which)
+        wide = self.view(is_half, (*self.shape(is_half), 1, 1), "of_halves")
+        return self.converted(wide, dtype, "chosen")
+
+    def _of_half(self, which: Half, step: int, what: str, make: Callable[[], str]) -> str:
+        """What `make` makes of a half; of "either", of all steps."""
+        made = self.once(what, make)
+        if which != "either":
+            return made
+        return self.once(f"{what}_{step}", lambda: self.emit(what, "select.int", Ref(made), 0, step))
 
     # --- whose keys -----------------------------------------------------------------------------------------
 
@@ -286,14 +311,8 @@ class Merged:
         """For the other half it counts nothing."""
         ops, emit = self.ops, self.ops.emit
         value, lse = (emit("one", "unsqueeze.default", Ref(x), ROWS) for x in self._wide(value, lse))
-        other = ops.once(
-            f"other_{which}_{step}",
-            lambda: emit("other", "bitwise_not.default", Ref(ops.chosen(which, step))),
-        )
-        other = ops.view(other, (2, 1), "other_half")
-        batch, heads, _, rows = ops.shape(lse)
-        both = emit("both", "expand.default", Ref(lse), (batch, heads, 2, rows))
-        self.add(value, emit("of_half", "masked_fill.Scalar", Ref(both), Ref(other), float("-inf")))
+        uncounted = Ref(ops.uncounted(which, step, self.dtype))
+        self.add(value, emit("of_half", "add.Tensor", Ref(lse), uncounted))
 
     def result(self, rows: int, dtype: str) -> tuple[str, str]:
         ops = self.ops
@@ -305,26 +324,31 @@ class Merged:
 class Summed:
     """A gradient of rows, added up. value: "" for nothing yet. split: kept by halves."""
 
-    def __init__(self, ops: StepOps, value: str = "", split: bool = False) -> None:
-        self.ops = ops
-        self.value = ops.of_blocks(value, "sum") if split else value
+    def __init__(self, ops: StepOps, dtype: str, value: str = "", split: bool = False) -> None:
+        self.ops, self.dtype, self.value = ops, dtype, ""
+        if value:
+            self.add(ops.of_blocks(value, "sum") if split else value)
 
     def add(self, value: str) -> None:
-        self.value = self.ops.emit("sum", "add.Tensor", Ref(self.value), Ref(value)) if self.value else value
+        if self.value:
+            self.value = self.ops.emit("sum", "add.Tensor", Ref(self.value), Ref(value))
+        else:
+            self.value = self.ops.converted(value, self.dtype, "sum")
 
     def add_to_half(self, value: str, which: Half, step: int) -> None:
         emit = self.ops.emit
         wide = Ref(emit("one", "unsqueeze.default", Ref(value), ROWS))
-        chosen = Ref(self.ops.chosen(which, step, self.ops.dtype(value)))
+        chosen = Ref(self.ops.chosen(which, step, self.dtype))
         if self.value:
             self.value = emit("sum", "addcmul.default", Ref(self.value), wide, chosen)
         else:
             self.value = emit("sum", "mul.Tensor", wide, chosen)
 
 
-def sum_of_first(ops: StepOps, found: Sequence[tuple[int, str]]) -> str:
+def sum_of_first(ops: StepOps, dtype: str, found: Sequence[tuple[int, str]]) -> str:
     """The sum of gradients of the first so many keys each, as long as the longest."""
     (_, value), *rest = sorted(found, key=lambda one: -one[0])
+    value = ops.converted(value, dtype, "sum")
     behind: list[str] = []
     for count, other in rest:
         length = ops.shape(value)[ROWS]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
@@ -33,12 +34,12 @@ from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import HEADS, Merged, StepOps, Summed, sum_of_first, summed_in
 from stretto.passes.layout.emit import SLICE, Emitter
 from stretto.passes.layout.kernel_calls import KernelCalls, Tile
-from stretto.passes.layout.kernels import SHARED_OP, arguments, gradient_of
+from stretto.passes.layout.kernels import SHARED_OP, arguments
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import spec_with, strides_of, with_uses
 
-Pair = Callable[[int], tuple[str, str]]
-"""step -> keys and values"""
+Pair = Callable[[Tile], tuple[str, str]]
+"""Tile -> keys and values."""
 
 
 def in_steps(program: StepProgram) -> StepProgram:
@@ -129,39 +130,42 @@ class _Attention:
     # --- step 1 ---------------------------------------------------------------------------------------------
 
     def _came(self) -> Pair:
-        """Keys and values of other ranks come side by side, along the features."""
-        ops, pairs = self.ops, {0: (self.k, self.v)}
-        if ops.at_hand:
-            return lambda step: pairs[step]
+        """Keys and values of other ranks come side by side, along the features. Where one chunk reads them,
+        those of a step go on once those before have been read, so that there are no more than two."""
+        ops, calls = self.ops, self.calls
+        calls.made.clear()
         (own_k, times), (own_v, again) = ops.unrepeated(self.k), ops.unrepeated(self.v)
         if times != again:
             times, own_k, own_v = 1, self.k, self.v
         self.times, features = times, ops.shape(own_k)[-1]
-        shape = (*ops.shape(own_k)[:-1], features + ops.shape(own_v)[-1])
-        came: dict[int, str] = {}
-        if not self.all_pairs:
-            came[0] = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
-        if not self.all_pairs and ops.kind == "gathered":
-            every = ops.communicated(ALL_GATHER.target, came[0], "pairs")
-            self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
 
+        @cache
         def arrived(step: int) -> str:
-            if ops.kind == "gathered":
-                source = Ref(ops.source(step))
-                found = ops.emit(f"pair_{step}", "index_select.default", Ref(self.all_pairs), 0, source)
-                return ops.view(found, shape, f"pair_{step}")
-            if step not in came:
-                came[step] = ops.communicated(PERMUTE_NEXT.target, arrived(step - 1), f"pair_{step}")
-            return came[step]
+            if not step:
+                own = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
+                return ops.of_blocks(own, "pair") if calls.causal else own
+            if ops.kind == "ring":
+                sent = arrived(step - 1)
+                for made in calls.made[step - 2] if step > 2 and len(calls.ends) == 1 else ():
+                    sent = ops.behind(sent, made, f"pair_{step - 1}")
+                return ops.communicated(PERMUTE_NEXT.target, sent, f"pair_{step}")
+            if not self.all_pairs:
+                every = ops.communicated(ALL_GATHER.target, arrived(0), "pairs")
+                self.all_pairs = ops.view(every, (ops.size, *ops.shape(arrived(0))), "pairs_of_ranks")
+            found = ops.emit("pair", "index_select.default", Ref(self.all_pairs), 0, Ref(ops.source(step)))
+            return ops.view(found, ops.shape(self.all_pairs)[1:], "pair")
 
-        def pair(step: int) -> tuple[str, str]:
-            if step not in pairs:
-                k, v = self._apart(arrived(step), features, f"keys_{step}")
-                pairs[step] = (
-                    ops.repeated(k, times, f"keys_{step}_k"),
-                    ops.repeated(v, times, f"keys_{step}_v"),
-                )
-            return pairs[step]
+        def pair(tile: Tile) -> tuple[str, str]:
+            if not tile.step:
+                return self.k, self.v
+            both, name = arrived(tile.step), f"{tile.name}_keys"
+            if tile.keys is not None:
+                both = ops.picked(both, tile.keys, tile.step, name)
+            k, v = (
+                ops.repeated(x, times, f"{name}_{n}")
+                for n, x in zip("kv", self._apart(both, features, name), strict=True)
+            )
+            return k, v
 
         return pair
 
@@ -203,14 +207,15 @@ class _Attention:
 
     def _of_chunk(self, chunk: int, q: str, pair: Pair) -> tuple[str, str]:
         ops, calls = self.ops, self.calls
-        own = [calls.forward(tile, q, pair(0)) for tile in calls.tiles(chunk, 0)]
+        own = [calls.forward(tile, q, pair(tile)) for tile in calls.tiles(chunk, 0)]
         made, lse = ops.joined([value for value, _ in own]), ops.joined([lse for _, lse in own])
         if ops.at_hand:
             return made, lse
-        merged, later = Merged(ops, made, lse, split=calls.causal), None
+        merged = Merged(ops, made, lse, split=calls.causal)
+        later: Merged | None = None
         for step in range(1, self.steps):
             for tile in calls.tiles(chunk, step):
-                made, lse = calls.forward(tile, q, pair(step))
+                made, lse = calls.forward(tile, q, pair(tile))
                 if tile.queries is None:
                     merged.add(made, lse)
                 elif tile.queries == "either":
@@ -239,7 +244,8 @@ class _Attention:
         """Gradients of queries, and of a mask, of chunks; those of keys and values."""
         ops, calls, given = self.ops, self.calls, arguments(op)
         ops.start, ops.random = op.name, False
-        grads = ops.parts(gradient_of(given))
+        grads = ops.parts(op.args[0].name)
+        rows: list[tuple[str, ...]]
         if ops.kind == "ulysses":
             grads = [ops.exchanged(x, ROWS, HEADS, "grad_heads") for x in grads]
             rows = [(grad, *of_chunk) for grad, of_chunk in zip(grads, self.exchanged, strict=True)]
@@ -248,17 +254,22 @@ class _Attention:
             kept = (ops.parts(given[what].name) for what in ("query", "out", "logsumexp"))
             rows = list(zip(grads, *kept, strict=True))
         pair = self._came()
-        of_queries, of_masks = [], []
+        of_queries: list[str] = []
+        of_masks: list[str] = []
         own: list[tuple[int, list[str]]] = []
         for chunk, of_chunk in enumerate(rows):
             found: list[str] = []
             for tile in calls.tiles(chunk, 0):
-                dq, dk, dv, *dm = calls.backward(op, tile, of_chunk, pair(0))
+                dq, dk, dv, *dm = calls.backward(op, tile, of_chunk, pair(tile))
                 found.append(dq)
                 of_masks += dm
                 own.append((tile.seen or ops.shape(self.k)[ROWS], self._of_keys(tile, dk, dv)))
             of_queries.append(ops.joined(found))
-        sums = [sum_of_first(ops, [(seen, values[n]) for seen, values in own]) for n in range(len(own[0][1]))]
+        wide = ops.dtype(self.k) if ops.at_hand else summed_in(ops.dtype(self.k))
+        sums = [
+            sum_of_first(ops, wide, [(seen, values[n]) for seen, values in own])
+            for n in range(len(own[0][1]))
+        ]
         if ops.at_hand:
             if ops.kind == "ulysses":
                 of_queries, sums = (
@@ -266,22 +277,20 @@ class _Attention:
                     for all_tokens in (of_queries, sums)
                 )
             return [of_queries, *([x] for x in sums), of_masks]
-        return self._of_others(op, rows, pair, of_queries, sums[0])
+        queries = [Summed(ops, wide, dq, split=calls.causal) for dq in of_queries]
+        return self._of_others(op, rows, pair, queries, Summed(ops, wide, sums[0]))
 
     def _of_others(
-        self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, of_queries: Sequence[str], of_pairs: str
+        self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, queries: Sequence[Summed], own: Summed
     ) -> list[list[str]]:
-        """The same, with what comes of the keys of other ranks. rows: see `KernelCalls.backward`; of_queries,
-        of_pairs: gradients by a rank's own keys."""
+        """The same, with what comes of the keys of other ranks. rows: as of `KernelCalls.backward`; queries,
+        own: gradients of queries, and of keys and values, by a rank's own keys."""
         ops, calls = self.ops, self.calls
-        wide = summed_in(ops.dtype(self.k))
-        queries = [Summed(ops, ops.converted(dq, wide, "dq_wide"), split=calls.causal) for dq in of_queries]
-        later = [Summed(ops) for _ in rows]
-        pairs = [Summed(ops, of_pairs), *(Summed(ops) for _ in range(1, self.steps))]
+        later = [Summed(ops, own.dtype) for _ in rows]
+        pairs = [own, *(Summed(ops, own.dtype) for _ in range(1, self.steps))]
         for step in range(1, self.steps):
             for tile in [tile for chunk in range(len(rows)) for tile in calls.tiles(chunk, step)]:
-                dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(step))
-                dq = ops.converted(dq, wide, f"{tile.name}_dq_wide")
+                dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(tile))
                 if tile.queries == "either":
                     queries[tile.chunk].add_to_half(dq, "either", step)
                 else:
@@ -307,8 +316,8 @@ class _Attention:
         batch, heads, length, features = ops.shape(self.k)
         shape = (batch, heads // self.times, length, features + ops.shape(self.v)[-1])
         both = ops.converted(self._home(pairs, shape), ops.dtype(self.k), "back_own")
-        own = zip("kv", self._apart(both, features, "back"), strict=True)
-        return [found, *([ops.in_first(x, self.times, f"back_{n}_heads")] for n, x in own)]
+        apart = zip("kv", self._apart(both, features, "back"), strict=True)
+        return [found, *([ops.in_first(x, self.times, f"back_{n}_heads")] for n, x in apart)]
 
     def _of_keys(self, tile: Tile, dk: str, dv: str) -> list[str]:
         """What is summed over tiles: as keys and values come."""
@@ -316,8 +325,7 @@ class _Attention:
         if ops.at_hand:
             return [dk, dv]
         dk, dv = (ops.added_heads(x, self.times, f"{name}_d{n}") for n, x in (("k", dk), ("v", dv)))
-        both = ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)
-        return [ops.converted(both, summed_in(ops.dtype(both)), f"{name}_pair_wide")]
+        return [ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)]
 
     def _home(self, of_pairs: Sequence[Summed], shape: tuple[int, ...]) -> str:
         """The gradients of a rank's own keys and values, by all ranks' queries."""
@@ -327,7 +335,5 @@ class _Attention:
         parts = tuple(Ref(ops.view(one.value, shape, f"back_{s}")) for s, one in enumerate(of_pairs))
         steps = ops.emit("back_steps", "stack.default", parts, 0)
         every = ops.emit("back_ranks", "index_select.default", Ref(steps), 0, Ref(ops.sources()))
-        # Halves keep a dim of their own, which shows along what the result is sharded.
-        halves = (shape[1], 2, shape[2] // 2, shape[3]) if ops.halves else shape[1:]
-        every = ops.view(every, (ops.size * shape[0], *halves), "back_all")
-        return ops.view(ops.communicated(REDUCE_SCATTER.target, every, "back", "sum"), shape, "back_rows")
+        every = ops.view(every, (ops.size * shape[0], *shape[1:]), "back_all")
+        return ops.own(ops.communicated(REDUCE_SCATTER.target, every, "back", "sum"))

@@ -1,19 +1,21 @@
 """Calls of an attention's kernel: which queries meet which keys in one, and what the kernel is given.
 
 Of a causal sequence, a part of a chunk's queries sees the keys that are at hand up to its own. That is
-causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so, and
-later chunks have it in the place of cuDNN's; other kernels get a mask.
+causal from the lower right, where the last query sees all keys. Flash attention on CUDA takes it so (2.1 and
+later), and later chunks have it in the place of cuDNN's; other kernels get a mask.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Op, Ref
+from stretto.ir.program import DTYPE_BYTES, GETITEM, Const, Op, Ref
 from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import JOB_DEVICE, Half, StepOps
 from stretto.passes.layout.kernels import (
@@ -43,14 +45,14 @@ class Tile:
 
     @property
     def name(self) -> str:
-        chunk = f"chunk_{self.chunk}_" if self.chunk else ""
-        which = "later" if self.queries == 1 else self.queries
-        return f"{chunk}step_{self.step}" + ("" if which is None else f"_{which}")
+        return f"chunk_{self.chunk}_step_{self.step}"
 
 
 class KernelCalls:
     """Of one op, and its backward. ends: of chunks in each block; pairs: of queries and keys, as the op's
-    flops count them; saved: of each tile, the kernel, its call, and what it adds to scores."""
+    flops count them; saved: of each tile, the kernel, the call that has drawn for it, and what it adds to
+    scores; alike: what is called -> the first such call, which is all calls' where nothing is drawn; made: of
+    each step, in the direction that is being emitted, what its tiles have made."""
 
     def __init__(self, ops: StepOps, op: Op) -> None:
         self.op, self.ops, self.given = op, ops, arguments(op)
@@ -60,6 +62,8 @@ class KernelCalls:
         self.pairs = math.prod(shape[:3]) * self.count * ops.size
         self.ends = [*accumulate(n // (2 if ops.halves else 1) for n in ops.lengths or (shape[ROWS],))]
         self.saved: dict[Tile, tuple[str, str, str | None]] = {}
+        self.alike: dict[object, str] = {}
+        self.made: dict[int, list[str]] = defaultdict(list)
 
     def tiles(self, chunk: int, step: int) -> list[Tile]:
         ops, blocks = self.ops, self.ops.blocks
@@ -85,31 +89,36 @@ class KernelCalls:
         hidden = self._hidden(kernel, q, tile.seen) if later and kernel != FLASH else None
         args, kwargs = call(kernel, self._given(tile, kernel, hidden, (q, k, v)))
         made = ops.emit(name, kernel, *args, flops=self._flops(self.op, q, k), **kwargs)
-        self.saved[tile] = kernel, made, hidden
+        alike = self.alike.setdefault((kernel, ops.shape(q), ops.shape(k), tile.seen > 0), made)
+        self.saved[tile] = kernel, made if self.given["dropout_p"] else alike, hidden
         value, lse = (ops.emit(f"{name}_{n}", GETITEM, Ref(made), k) for k, n in enumerate(("made", "lse")))
+        self.made[tile.step].append(value)
         shape = ops.shape(value)[:-1]
         if len(ops.shape(lse)) > len(shape):
             return value, ops.view(lse, shape, "lse_rows")
         return value, ops.rows(lse, 0, shape[ROWS])
 
     def backward(self, op: Op, tile: Tile, rows: Sequence[str], pair: tuple[str, str]) -> list[str]:
-        """Gradients of queries, keys and values. rows: gradient, queries, result, log-sum-exp of a chunk."""
-        ops, name, (kernel, _, hidden) = self.ops, tile.name, self.saved[tile]
+        """Gradients of queries, keys and values, and of a mask that has one. rows: gradient, queries, result,
+        log-sum-exp of a chunk."""
+        ops, name, (kernel, call_of, hidden) = self.ops, tile.name, self.saved[tile]
         named = zip(("grad", "q", "made", "lse"), rows, strict=True)
         grad, q, made, lse = (ops.half(x, tile.queries, tile.step, f"{name}_{n}") for n, x in named)
         k, v = self._keys(tile, pair)
         given = self._given(tile, kernel, hidden, (q, k, v))
         given |= dict.fromkeys(("grad_out", "grad_out_"), Ref(grad))
         given |= {"out": Ref(made), "logsumexp": Ref(self._kernel_lse(lse, kernel))}
-        given |= dict(zip(("philox_seed", "philox_offset"), self._state(tile), strict=False))
+        drawn = (self._part_of(call_of, at) for at in KERNELS[kernel].state)
+        given |= dict(zip(("philox_seed", "philox_offset"), drawn, strict=False))
         given |= {"max_q": ops.shape(q)[ROWS], "max_k": ops.shape(k)[ROWS]}
-        given |= dict.fromkeys(("cum_seq_q", "cum_seq_k"))
+        given |= {"cum_seq_q": None, "cum_seq_k": None}
         given |= {"grad_input_mask": (True, True, True, any(op.outputs[3:]))}
-        target = backward_of(kernel)
-        args, kwargs = call(target, given)
-        called = Ref(ops.emit(name, target, *args, flops=self._flops(op, q, k), **kwargs))
-        wanted = range(4 if any(op.outputs[3:]) else 3)
-        return [ops.emit(f"{name}_d{'qkvm'[at]}", GETITEM, called, at) for at in wanted]
+        args, kwargs = call(backward_of(kernel), given)
+        called = Ref(ops.emit(name, backward_of(kernel), *args, flops=self._flops(op, q, k), **kwargs))
+        wanted = "qkvm" if any(op.outputs[3:]) else "qkv"
+        grads = [ops.emit(f"{name}_d{what}", GETITEM, called, at) for at, what in enumerate(wanted)]
+        self.made[tile.step].append(grads[0])
+        return grads
 
     def _given(self, tile: Tile, kernel: str, hidden: str | None, tensors: Sequence[str]) -> dict[str, Any]:
         """tensors: queries, keys, values."""
@@ -129,12 +138,9 @@ class KernelCalls:
     # --- keys and masks -------------------------------------------------------------------------------------
 
     def _keys(self, tile: Tile, pair: tuple[str, str]) -> list[str]:
-        ops = self.ops
-        if tile.seen:
-            own = pair if tile.seen == ops.shape(pair[0])[ROWS] else map(ops.own, pair)
-            return [ops.rows(x, 0, tile.seen) for x in own]
-        named = zip("kv", pair, strict=True)
-        return [ops.half(x, tile.keys, tile.step, f"{tile.name}_{n}") for n, x in named]
+        if tile.seen in (0, self.ops.shape(pair[0])[ROWS]):
+            return list(pair)
+        return [self.ops.rows(self.ops.own(x), 0, tile.seen) for x in pair]
 
     def _mask(self, tile: Tile) -> str | None:
         """That of a chunk's queries and a step's keys."""
@@ -175,15 +181,6 @@ class KernelCalls:
             lse = ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
         return ops.view(lse, (*ops.shape(lse), 1), "lse_column") if like.lse_dims > 3 else lse
 
-    def _state(self, tile: Tile) -> list[Arg]:
-        """What a kernel has drawn by. Without dropout that is nothing, and calls of one shape share it."""
-        kernel, made, _ = self.saved[tile]
-        if not self.given["dropout_p"]:
-            alike = (one for one in self.saved if one.chunk == tile.chunk)
-            alike = (one for one in alike if (one.queries is None) == (tile.queries is None))
-            made = next(self.saved[one][1] for one in alike if self.saved[one][0] == kernel)
-
-        def taken(at: int) -> str:
-            return self.ops.emit(f"state_{at}", GETITEM, Ref(made), at)
-
-        return [Ref(self.ops.once(f"{made}_{at}", lambda at=at: taken(at))) for at in KERNELS[kernel].state]  # type: ignore[misc]
+    def _part_of(self, made: str, at: int) -> Ref:
+        part = partial(self.ops.emit, f"state_{at}", GETITEM, Ref(made), at)
+        return Ref(self.ops.once(f"{made}_{at}", part))

@@ -1,8 +1,6 @@
 """Attention kernels that return the log-sum-exp of their rows: what each has of its own beside its schema.
 
 Arguments go by the names that PyTorch's schemas give them, and these are nearly the same for all kernels.
-CUDA's flash attention takes `is_causal` from the lower right (FlashAttention 2.1 and later): the last query
-sees all keys, however few queries there are. Others take it from the upper left.
 """
 
 from __future__ import annotations
@@ -80,12 +78,6 @@ def call(target: str, given: Mapping[str, Arg]) -> tuple[tuple[Arg, ...], dict[s
 def mask_of(op: Op) -> str | None:
     mask = arguments(op).get(KERNELS[kernel_of(op)].mask)
     return mask.name if isinstance(mask, Ref) else None
-
-
-def gradient_of(given: Mapping[str, Any]) -> str:
-    """What a backward is given. Kernels call it by two names."""
-    gradient: str = (given["grad_out"] if "grad_out" in given else given["grad_out_"]).name
-    return gradient
 
 
 def heads_fit(size: int) -> bool:

@@ -35,21 +35,21 @@ class Unrolled:
     chunks: Mapping[str, tuple[str, ...]]
 
 
-def unroll(made: ShardedProgram, axis: str, members: Sequence[int]) -> Unrolled:
-    """See the module. members: of each chunk. Nothing that is given is sharded along the axis. Raises
-    MisfitError."""
-    return _Walk(made, axis, members).run()
+def unroll(made: ShardedProgram, axis: str, members: Sequence[int], shared: bool = False) -> Unrolled:
+    """See the module. members: of each chunk; shared: whether ranks have slices along the same
+    dims. Nothing that is given is sharded along the axis. Raises MisfitError."""
+    return _Walk(made, axis, members, shared).run()
 
 
 class _Walk:
-    """of: value -> what it is in each chunk. joined: parts, and along which dim -> what they are together."""
+    """of: value -> what it is in each chunk. joined: parts, dim and blocks -> what they are together."""
 
-    def __init__(self, made: ShardedProgram, axis: str, members: Sequence[int]) -> None:
-        self.made, self.axis, self.members = made, axis, members
+    def __init__(self, made: ShardedProgram, axis: str, members: Sequence[int], shared: bool) -> None:
+        self.made, self.axis, self.members, self.shared = made, axis, members, shared
         program = made.program
         self.out = Emitter("", 1, program.given, [op.name for op, _ in program.ops])
         self.of: dict[str, tuple[str, ...]] = {name: (name,) * len(members) for name in program.given}
-        self.joined: dict[tuple[tuple[str, ...], int], str] = {}
+        self.joined: dict[tuple[tuple[str, ...], int, int], str] = {}
         partial = {program.roots[root] for root in made.partial}
         self.partial = dict.fromkeys(partial, "")
 
@@ -85,36 +85,41 @@ class _Walk:
             return [self._joined(parts, dim, blocks)] * count
         full = parts[0] if op.target == SLICE else total(self.out, parts)
         cut = [self._part(full, dim, blocks, k) for k in range(count)]
-        if blocks == 1:
-            self.joined[tuple(cut), dim] = full
+        self.joined[tuple(cut), dim, max(blocks, 1)] = full
         return cut
+
+    def _is_apart(self, blocks: int) -> bool:
+        """Whether blocks have a dim of their own, which shows along what ranks have slices. blocks: 0 for one
+        chunk behind another, whatever blocks it has."""
+        return blocks > 1 or (self.shared and blocks == 1)
 
     def _blocks(self, x: str, dim: int, blocks: int) -> str:
         """With the blocks as a dim of their own, before that of their elements."""
         shape = self.out.specs[x].shape
         return self.out.view(x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]))
 
+    def _without_blocks(self, x: str, dim: int) -> str:
+        shape = self.out.specs[x].shape
+        return self.out.view(x, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+
     def _joined(self, parts: Sequence[str], dim: int, blocks: int) -> str:
         """Parts put together, once."""
-        if blocks == 1:
-            key = tuple(parts), dim
-            if key not in self.joined:
-                name, refs = f"{parts[-1]}_joined", tuple(map(Ref, parts))
-                self.joined[key] = self.out.emit("aten.cat.default", refs, dim, name=name)
-            return self.joined[key]
-        full = self._joined([self._blocks(part, dim, blocks) for part in parts], dim + 1, 1)
-        shape = self.out.specs[full].shape
-        return self.out.view(full, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+        key = tuple(parts), dim, max(blocks, 1)
+        if key not in self.joined and self._is_apart(blocks):
+            wide = self._joined([self._blocks(part, dim, blocks) for part in parts], dim + 1, 0)
+            self.joined[key] = self._without_blocks(wide, dim)
+        elif key not in self.joined:
+            name, refs = f"{parts[-1]}_joined", tuple(map(Ref, parts))
+            self.joined[key] = self.out.emit("aten.cat.default", refs, dim, name=name)
+        return self.joined[key]
 
     def _part(self, x: str, dim: int, blocks: int, k: int) -> str:
-        wide, at = (x, dim) if blocks == 1 else (self._blocks(x, dim, blocks), dim + 1)
+        apart = self._is_apart(blocks)
+        wide, at = (self._blocks(x, dim, blocks), dim + 1) if apart else (x, dim)
         each = self.out.specs[wide].shape[at] // sum(self.members)
         start, end = each * sum(self.members[:k]), each * sum(self.members[: k + 1])
         part = self.out.emit("aten.slice.Tensor", Ref(wide), at, start, end, name=f"{x}_chunk")
-        if blocks == 1:
-            return part
-        shape = self.out.specs[part].shape
-        return self.out.view(part, (*shape[:dim], shape[dim] * shape[at], *shape[at + 1 :]))
+        return self._without_blocks(part, dim) if apart else part
 
     def _of_chunk(self, op: Op, k: int) -> str:
         def arg(value: Arg) -> Arg:
