@@ -34,7 +34,11 @@ SETTINGS: list[tuple[dict[str, Any], int | None, str]] = [
     ({"schedule": "zb-v", "virtual_stages": 3}, None, "2 stages a rank, not virtual_stages = 3"),
     ({"schedule": "1f1b", "split": SPLIT}, None, "schedule '1f1b' has 1 stage a rank"),
     ({"virtual_stages": 3, "split": SPLIT}, None, "makes 4 stages, .* virtual_stages = 3 make 6"),
-    ({"schedule": "1f1b"}, 3, "3 stages, and '1f1b' gives each of pp = 2 ranks equally"),
+    (
+        {"schedule": "1f1b"},
+        3,
+        "3 stages for pp = 2 ranks, and schedule '1f1b' has 1 stage a rank, on each equally many",
+    ),
 ]
 
 

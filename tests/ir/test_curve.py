@@ -68,8 +68,3 @@ def test_a_disturbed_second_size_does_not_take_the_latency_away() -> None:
 def test_refusals(pairs: list[list[float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Curve(tuple((nbytes, us) for nbytes, us in pairs))
-
-
-def test_negative_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="-1 bytes"):
-        Curve(((0.0, 1.0),)).us(-1)

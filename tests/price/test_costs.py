@@ -206,5 +206,5 @@ def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collect
     link = flat_link(cores(latency_us=7.0, message_us=18.0, link_gbps=0.05))
     assert message_us(link, 5000) == pytest.approx(7.0 + 18.0 + 100.0)
     assert ring_cost(link, "all_gather", 4).curve.us(0) == pytest.approx(3 * (7.0 + 18.0))
-    told = sum_time(Costs({}, {}, link, 0.0, "made up"), "loss", (0, 1), 0)
+    told = sum_time(Costs({}, {}, link, 0.0, "made up"), (0, 1), 0)
     assert told.us == message_us(link, 0)

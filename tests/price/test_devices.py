@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.price.collectives import Topology
 from stretto.price.devices import device, devices
 
 
@@ -34,7 +33,7 @@ def test_figures_are_those_of_the_sheets() -> None:
     assert h100.fabric().device_bytes_per_us == 450e3
     assert h100.fabric().nic_bytes_per_us == 50e3
     assert device("gb200").node_devices == 72
-    assert device("mi300x").topology is Topology.MESH
+    assert device("mi300x").fabric().topology == "mesh"
 
 
 def test_what_was_fitted_on_one_device_is_assumed_of_others() -> None:

@@ -84,9 +84,9 @@ def test_a_deadlock_names_every_stuck_rank():
     ("text", "fault"),
     [
         ("0F0,0B0\n1F0\n", "rank 0: 0B0 waits for 1B0, which no rank runs"),
-        ("0B0,0F0\n", "rank 0: 0B0 waits for 0F0, which the same rank runs later"),
-        ("0F0,0W0,0I0\n", "rank 0: 0W0 waits for 0I0, which the same rank runs later"),
-        ("(0F0;0B0)OVERLAP_F_B\n", "waits for 0F0, which is overlapped with it"),
+        ("0B0,0F0\n", "rank 0: 0B0 waits for 0F0, which rank 0 has not reached"),
+        ("0F0,0W0,0I0\n", "rank 0: 0W0 waits for 0I0, which rank 0 has not reached"),
+        ("(0F0;0B0)OVERLAP_F_B\n", "waits for 0F0, which rank 0 has not reached"),
         ("0F0,0F0,0B0\n", "rank 0: 0F0 is there again; each action runs once"),
     ],
 )

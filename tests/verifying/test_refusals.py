@@ -62,7 +62,7 @@ CHAIN: list[Row] = [
     (window("0F", "send e0; ", "send e0; send e1; "), "window 0F, send e1", "takes nothing"),
     (window("0F", "send e0; ", "send e0; wait e1; "), "window 0F, wait e1", "brings nothing"),
     (window("1F", "wait e0; ", ""), "window 1F, h1", "never waits"),
-    (window("1F", "wait e0; h1; ", "h1; wait e0; "), "window 1F, h1", "is later"),
+    (window("1F", "wait e0; h1; ", "h1; wait e0; "), "window 1F, h1", "made later"),
     (order(0, "run 0F:1; ", ""), "0B0", "schedule"),
     (order(0, "run 0B:1; ", ""), "nothing", "schedule"),
     (order(0, "run 0F:1; ", "run 0F:1; run 0F:1; "), "0F1", "runs twice"),

@@ -125,7 +125,7 @@ class Costs:
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
     action_us is what a window costs besides its ops (launch, loop).
 
-    collectives[(communicator, kind)]; a communicator that is not named goes by links.
+    collectives[(axis, kind)], of axes other than pp.
     shared: axes whose collectives use one network card, as do pipeline messages, and so slow each other down
         (tensor-parallel peers on different hosts); others have links of their own.
     skew: how much longer the slowest of the ranks that share a pipeline rank computes than they do on

@@ -45,9 +45,7 @@ class Curve:
                 raise ValueError(f"point {index} of a curve: {us} us is faster than fewer bytes are")
 
     def us(self, nbytes: float) -> float:
-        """The time of `nbytes` bytes, in microseconds. Raises ValueError for negative bytes."""
-        if not nbytes >= 0:
-            raise ValueError(f"a message of {nbytes} bytes: expected 0 or more")
+        """The time of `nbytes` bytes, in microseconds."""
         points = self.points
         if nbytes <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -85,10 +83,7 @@ class Curve:
 
     @staticmethod
     def lowest(lines: Iterable[tuple[float, float]]) -> Curve:
-        """The fastest of several straight lines (latency us, us per byte) at every size, exactly.
-
-        Raises ValueError when there is no line.
-        """
+        """The fastest of several straight lines (latency us, us per byte) at every size, exactly."""
         # By latency; a line that starts later and rises no slower is never the fastest.
         best: list[tuple[float, float]] = []
         for latency, slope in sorted(lines):
@@ -98,8 +93,6 @@ class Curve:
             while len(best) > 1 and _meet(best[-1], (latency, slope)) <= _meet(best[-2], best[-1]):
                 best.pop()
             best.append((latency, slope))
-        if not best:
-            raise ValueError("the fastest of no lines")
         points = [(0.0, best[0][0])]
         latency, slope = best[0]
         for line, following in pairwise(best):

@@ -248,9 +248,8 @@ def complex_view(op: Op, specs: Sequence[TensorSpec]) -> Dims:
 
 
 def expand(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    made = op.outputs[0]
-    assert made is not None
-    return Dims((broadcast(specs[0], made.shape),), (labels_of(len(made.shape)),), linear=each(0))
+    shape = op.made.shape
+    return Dims((broadcast(specs[0], shape),), (labels_of(len(shape)),), linear=each(0))
 
 
 def repeat(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:

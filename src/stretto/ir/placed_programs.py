@@ -64,8 +64,8 @@ def place_all(
                     except PlacementError as trouble:
                         placer.values[op.name] = LOCAL
                         yield number, op, trouble
-                if len(op.outputs) == 1 and op.outputs[0] is not None:
-                    specs[op.name] = op.outputs[0]
+                if op.spec is not None:
+                    specs[op.name] = op.spec
                 known.add(op.name)
                 at[number] += 1
                 moved = True

@@ -163,9 +163,7 @@ class Placer:
             return EQUAL
         if kept.kind == "equal":
             raise EqualReducedError(source)
-        made = op.outputs[0]
-        assert made is not None
-        return Placement("part", tuple((d, 1) for d in range(len(made.shape)))) if kind.splits else EQUAL
+        return Placement("part", tuple((d, 1) for d in range(len(op.made.shape)))) if kind.splits else EQUAL
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
@@ -265,8 +263,7 @@ class Placer:
         return result
 
     def _view(self, op: Op, kept: Placement, spec: TensorSpec) -> Placement:
-        made = op.outputs[0]
-        assert made is not None
+        made = op.made
         if kept.kind == "part":
             inners = dict.fromkeys(where_cut(spec.shape, *at) for at in kept.at)
             result = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))

@@ -20,7 +20,7 @@ coordinates (`Plan.mesh`) walk the same orders on other shards or other data, ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -74,6 +74,13 @@ class Item:
         return Item(ItemKind.OP, part, rest)
 
 
+def shares_of(places: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """`Window.shares` of parts of these stages and microbatches."""
+    known = list(places)
+    result = tuple(known.index(place) for place in known)
+    return () if result == tuple(range(len(known))) else result
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run. A part
@@ -101,9 +108,7 @@ class Window:
 
     def bound(self, microbatches: Sequence[int]) -> tuple[int, ...]:
         """What `shares` has to be for a run with these microbatches."""
-        actions = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
-        result = tuple(actions.index(action) for action in actions)
-        return () if result == tuple(range(len(actions))) else result
+        return shares_of((stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True))
 
 
 class InstructionKind(StrEnum):
@@ -255,12 +260,11 @@ class Plan:
     def again_us(self) -> tuple[float, ...]:
         """By rank: time of a step's ops that compute again what the forward made."""
         result = [0.0] * self.ranks
-        for stage in self.job.stages:
-            for op in (op for ops in stage.ops.values() for op in ops):
-                if op.repeats:
-                    # A view or a wait costs nothing, and need not be named.
-                    us = self.costs.op_us.get((stage.index, op.name), 0.0)
-                    result[self.rank_of(stage.index)] += us * self.job.microbatches
+        for stage, op in self.job.all_ops:
+            if op.repeats:
+                # A view or a wait costs nothing, and need not be named.
+                us = self.costs.op_us.get((stage, op.name), 0.0)
+                result[self.rank_of(stage)] += us * self.job.microbatches
         return tuple(result)
 
     def _recompute(self) -> str:
@@ -289,34 +293,24 @@ class Plan:
         def ms(values: tuple[float, ...]) -> str:
             return ", ".join(f"{us / 1000:.1f}" for us in values)
 
-        def by(figure: str) -> str:
-            return f"  {f'{figure} by {self.counted}':17}"
-
         fullest, parts = result.fullest()
         each = ", ".join(f"{part} {nbytes / 2**20:.0f}" for part, nbytes in parts.items())
-        of_it = f"  of rank {f'{fullest}':9}{each} MiB (optimizer: {self.job.optimizer})"
         axes = {axis: us for axis, us in result.exposed_axis_us.items() if sum(us) or result.hidden(axis)}
-        exposed = [f"{by('exposed')}{ms(each)} ms ({axis})" for axis, each in axes.items()]
+        exposed = [f"{ms(of_axis)} ms ({axis})" for axis, of_axis in axes.items()]
         shares = [(axis, result.hidden(axis)) for axis in result.comm_axis_us]
         hidden = ", ".join(f"{100 * share:.1f} % of {axis}" for axis, share in shares if share is not None)
-        return "\n".join(
-            (
-                head,
-                *(
-                    [f"  schedule         {self.schedule.family}: {self.schedule_why}"]
-                    if self.schedule_why
-                    else []
-                ),
-                f"  predicted step   {result.step_us / 1000:.1f} ms",
-                f"{by('compute')}{ms(result.compute_us)} ms",
-                *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),
-                *(exposed or [f"{by('exposed')}{ms(result.exposed_us)} ms"]),
-                f"  hidden           {hidden or 'nothing is communicated'}",
-                f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
-                f"{by('bubble')}{ms(result.bubble_us)} ms",
-                f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in result.peak_bytes)} MiB",
-                *([of_it] if parts else []),
-                f"  lower bound      {result.bound_us / 1000:.1f} ms: {result.binds}",
-                f"  gap              {beside_bound(result.step_us, result.bound_us)}",
-            )
-        )
+        rows = [
+            ("schedule", f"{self.schedule.family}: {self.schedule_why}" if self.schedule_why else ""),
+            ("predicted step", f"{result.step_us / 1000:.1f} ms"),
+            (f"compute by {self.counted}", f"{ms(result.compute_us)} ms"),
+            ("recompute", self._recompute() if self.job.recompute != "none" else ""),
+            *((f"exposed by {self.counted}", text) for text in exposed or [f"{ms(result.exposed_us)} ms"]),
+            ("hidden", hidden or "nothing is communicated"),
+            ("overlap", self.overlap + (f": {self.overlap_why}" if self.overlap_why else "")),
+            (f"bubble by {self.counted}", f"{ms(result.bubble_us)} ms"),
+            (f"peak by {self.counted}", f"{', '.join(f'{b / 2**20:.0f}' for b in result.peak_bytes)} MiB"),
+            (f"of rank {fullest}", f"{each} MiB (optimizer: {self.job.optimizer})" if parts else ""),
+            ("lower bound", f"{result.bound_us / 1000:.1f} ms: {result.binds}"),
+            ("gap", beside_bound(result.step_us, result.bound_us)),
+        ]
+        return "\n".join((head, *(f"  {name:16} {text}" for name, text in rows if text)))

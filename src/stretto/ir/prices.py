@@ -80,13 +80,12 @@ class Prices:
     def _kept(self, job: Job) -> set[tuple[int, str]]:
         """Ops that are what they were, whatever what they read is called now."""
         was, now = specs_of(self._job), specs_of(job)
-        first = {(s.index, op.name): op for s in self._job.stages for ops in s.ops.values() for op in ops}
+        first = {(stage, op.name): op for stage, op in self._job.all_ops}
         result = set()
-        for stage in job.stages:
-            for op in (op for ops in stage.ops.values() for op in ops):
-                old = first.get((stage.index, op.name))
-                if old is op or (old is not None and signature(old, was) == signature(op, now)):
-                    result.add((stage.index, op.name))
+        for stage, op in job.all_ops:
+            old = first.get((stage, op.name))
+            if old is op or (old is not None and signature(old, was) == signature(op, now)):
+                result.add((stage, op.name))
         return result
 
 
@@ -104,7 +103,7 @@ def price_list(
     specs = specs_of(job)
     result: dict[tuple[int, str], Priced] = {}
     for stage in job.stages:
-        asked = {op.name: op.collective for ops in stage.ops.values() for op in ops}
+        asked = {op.name: op.collective for op in stage.all_ops}
         for full in stage.ops.values():
             ops = [op for op in full if (stage.index, op.name) not in but]
             alone: list[Priced] = []
@@ -124,12 +123,7 @@ def price_list(
 
 def specs_of(job: Job) -> dict[str, TensorSpec]:
     """Value name -> spec, for every value of the step that is one tensor."""
-    result = given_specs(job)
-    for stage in job.stages:
-        for op in (op for ops in stage.ops.values() for op in ops):
-            if len(op.outputs) == 1 and op.outputs[0] is not None:
-                result[op.name] = op.outputs[0]
-    return result
+    return given_specs(job) | {op.name: op.spec for _, op in job.all_ops if op.spec is not None}
 
 
 def signature(op: Op, specs: Specs) -> str:

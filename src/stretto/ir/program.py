@@ -147,9 +147,7 @@ class Op:
         if kind is None:
             return None
         axis, size = str(self.args[-2]), int(self.args[-1])
-        made = self.outputs[0]
-        assert made is not None
-        return Collective(kind.cost, axis, kind.full_nbytes(made.nbytes, size, self.how))
+        return Collective(kind.cost, axis, kind.full_nbytes(self.made.nbytes, size, self.how))
 
     @property
     def kind(self) -> Kind | None:
@@ -181,11 +179,21 @@ class Op:
         return f"{self.lane} {self.collective.kind} {self.name}"
 
     @property
+    def spec(self) -> TensorSpec | None:
+        """Of a result that is one tensor."""
+        return self.outputs[0] if len(self.outputs) == 1 else None
+
+    @property
+    def made(self) -> TensorSpec:
+        """Of the first result of an op that makes tensors."""
+        (first, *_) = self.outputs
+        assert first is not None
+        return first
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the result owns: 0 for a view, and for a tuple, whose `getitem` parts own theirs."""
-        if self.alias is not None or len(self.outputs) != 1 or self.outputs[0] is None:
-            return 0
-        return self.outputs[0].nbytes
+        return 0 if self.alias is not None or self.spec is None else self.spec.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,11 @@ class Stage:
 
     index: int
     ops: Mapping[Phase, tuple[Op, ...]]
+
+    @property
+    def all_ops(self) -> Iterator[Op]:
+        """Those of all its programs."""
+        return (op for ops in self.ops.values() for op in ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +320,11 @@ class Job:
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 
+    @property
+    def all_ops(self) -> Iterator[tuple[int, Op]]:
+        """Those of all stages, each with its stage."""
+        return ((stage.index, op) for stage in self.stages for op in stage.all_ops)
+
     def size(self, axis: str) -> int:
         """The size of an axis other than pp."""
         return dict(self.axes).get(axis, 1)
@@ -350,10 +368,7 @@ class Job:
     def loss_spec(self) -> TensorSpec:
         """Shape and dtype of the microbatch's loss; the tangent and the step's loss have the same."""
         stage, name = self.loss
-        for op in self.stages[stage].ops[Phase.F]:
-            if op.name == name and op.outputs[0] is not None:
-                return op.outputs[0]
-        raise AssertionError(f"stage {stage} makes no loss {name!r}")
+        return next(op.made for op in self.stages[stage].ops[Phase.F] if op.name == name)
 
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
         """Tied-group name -> the stages that have a copy, for groups that are kept by more than one stage

@@ -369,9 +369,8 @@ def _costs(found: _Broken, plan: Plan) -> None:
         what = f"there is no link from rank {sender} to rank {receiver}"
         found.unless(sender in ranks and receiver in ranks, "costs.links", what)
     axes = dict(plan.mesh.sizes)
-    lanes = {communicator.name for communicator in plan.communicators} | axes.keys()
     for name, kind in costs.collectives:
-        found.points("costs.collectives", name, lanes, "there is no communicator {}")
+        found.points("costs.collectives", name, axes, "there is no axis {}")
         found.points("costs.collectives", kind, PRICED, "there is no collective {}")
     for axis in costs.shared:
         found.points("costs.shared", axis, axes, "there is no axis {}")

@@ -139,16 +139,10 @@ def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
     near = min(
         (result * places.nearest(each + more) for more in (0, 1)), key=lambda count: abs(count - stages)
     )
-    of_each = f"virtual_stages = {near // result}, or as many in split"
-    if left:
-        raise UsageError(
-            f"the job has {stages} stages, and {schedule!r} gives each of pp = {result} ranks equally many: "
-            f"capture with {near} stages ({of_each}), or give a schedule of your own (.csv)"
-        )
-    others = _several() if each > 1 else "1f1b and its like"
     raise UsageError(
-        f"the job has {stages} stages, {each} on each of pp = {result} ranks, and {_has(schedule)}: capture "
-        f"with {near} stages ({of_each}), or choose a schedule with {each} a rank ({others})"
+        f"the job has {stages} stages for pp = {result} ranks, and {_has(schedule)}, on each equally many: "
+        f"capture with {near} stages (virtual_stages = {near // result}, or as many in split), choose a "
+        f"schedule with any number a rank ({_several()}), or give one of your own (.csv)"
     )
 
 

@@ -115,7 +115,7 @@ class _Readers:
     """Who reads a stage's values, and which of them share a storage."""
 
     def __init__(self, job: Job, stage: int) -> None:
-        self.ops = {op.name: op for ops in job.stages[stage].ops.values() for op in ops}
+        self.ops = {op.name: op for op in job.stages[stage].all_ops}
         self._sent = {edge.value for edge in job.edges if edge.source == stage}
         self._of: dict[str, set[str]] = defaultdict(set)
         self._families: dict[str, set[str]] = defaultdict(set)

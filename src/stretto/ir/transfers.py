@@ -1,8 +1,8 @@
 """What messages and collectives cost: the formulas that bounds and the simulation share.
 
 Both sides must use the same formulas, or a bound could exceed a simulated step.
-Where costs name no curve for a communicator, only what joins pipeline ranks can be derived from links;
-a link between pipeline ranks says nothing of the ranks that share one, so those are refused.
+What joins pipeline ranks goes by links. These say nothing of the ranks that share one, so collectives of
+other axes need curves.
 """
 
 from __future__ import annotations
@@ -97,16 +97,12 @@ def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime
     return _time(result, nbytes)
 
 
-def sum_time(costs: Costs, communicator: str, pp_ranks: Sequence[int], nbytes: int) -> CollectiveTime:
-    """The reduction of a gradient of `nbytes` over pipeline ranks: by its curve when costs name one, else
-    a ring over the slowest link between the pipeline ranks: every rank sends and receives 2 (n - 1) / n of
-    the bytes.
+def sum_time(costs: Costs, pp_ranks: Sequence[int], nbytes: int) -> CollectiveTime:
+    """The reduction of a gradient of `nbytes` over pipeline ranks, as a ring over the slowest link between
+    them: every rank sends and receives 2 (n - 1) / n of the bytes.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
-    result = costs.collectives.get((communicator, SUM))
-    if result is not None:
-        return _time(result, nbytes)
     link = slowest_link(costs, pp_ranks)
     if not nbytes:
         return CollectiveTime(message_us(link, 0), link.latency_us)
@@ -116,21 +112,15 @@ def sum_time(costs: Costs, communicator: str, pp_ranks: Sequence[int], nbytes: i
 
 
 def loss_time(costs: Costs, job: Job, pp_ranks: Sequence[int]) -> CollectiveTime:
-    """Telling the loss to all ranks: by its own curve when costs name one, else over the data-parallel ranks
-    (a sum of one number) and then, at the slowest latency, over the pipeline ranks.
+    """Telling the loss to all ranks: over the data-parallel ranks (a sum of one number) and then, at the
+    slowest latency, over the pipeline ranks.
 
     Raises PlanError when there are data-parallel ranks and no cost of their collectives.
     """
-    nbytes = job.loss_spec.nbytes
-    result = costs.collectives.get((LOSS, SUM))
-    if result is not None:
-        return _time(result, nbytes)
     total = CollectiveTime(0.0)
     for axis in job.data_axes:
-        total += axis_time(costs, axis, SUM, nbytes)
-    if len(pp_ranks) > 1:
-        total += sum_time(costs, LOSS, pp_ranks, 0)
-    return total
+        total += axis_time(costs, axis, SUM, job.loss_spec.nbytes)
+    return total + sum_time(costs, pp_ranks, 0) if len(pp_ranks) > 1 else total
 
 
 def collective_time(costs: Costs, job: Job, communicator: Communicator, asked: Collective) -> CollectiveTime:
@@ -138,7 +128,7 @@ def collective_time(costs: Costs, job: Job, communicator: Communicator, asked: C
     if communicator.name == LOSS:
         return loss_time(costs, job, communicator.ranks)
     if communicator.joins_pp_ranks:
-        return sum_time(costs, communicator.name, communicator.ranks, asked.nbytes)
+        return sum_time(costs, communicator.ranks, asked.nbytes)
     return axis_time(costs, communicator.name, asked.kind, asked.nbytes)
 
 

@@ -45,12 +45,10 @@ def work_of(plan: Plan) -> Work:
     """A rank's work in a step of `plan`. Ranks of one pipeline rank do equal work; pipeline ranks are
     averaged."""
     flops = again_flops = 0.0
-    for stage in plan.job.stages:
-        for ops in stage.ops.values():
-            for op in ops:
-                again = op.flops * _part_again(op)
-                flops += op.flops - again
-                again_flops += again
+    for _, op in plan.job.all_ops:
+        again = op.flops * _part_again(op)
+        flops += op.flops - again
+        again_flops += again
     each = plan.job.microbatches / plan.ranks
     return Work(flops * each, again_flops * each, plan.costs.peak)
 

@@ -36,10 +36,6 @@ T = TypeVar("T")
 GAIN = 0.0005
 """Share of what is ordered that counts as a gain. Assumed."""
 
-PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-"""Patience of a rank that moves try, in parts of a collective's time. Assumed."""
-
-
 OFF = (0.05, 0.25, 0.75, 1.5)
 """How far ends are off in step 3: standard deviations, in parts of what urgencies are changed by. Measured on
 GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
@@ -50,11 +46,10 @@ RankNode = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SearchPoint:
-    """By rank: how urgent nodes are, and the patience of `order.list_scheduler`; or, instead of these, the
-    order of its nodes, all or those that are placed by themselves."""
+    """By rank, how urgent nodes are; or, instead of that, the order of its nodes, all or those that are
+    placed by themselves."""
 
     urgency: tuple[Sequence[float], ...] = ()
-    patience: tuple[float, ...] = ()
     orders: tuple[Sequence[int], ...] = ()
 
 
@@ -81,8 +76,8 @@ class SearchScope:
             if point.orders:
                 ranks.append(GivenOrder(resources, rank, window, point.orders[rank], memory))
             else:
-                rules = point.urgency[rank], point.patience[rank], memory, self.limit_bytes or 0
-                ranks.append(ListScheduler(resources, rank, window, *rules))
+                limit = self.limit_bytes or 0
+                ranks.append(ListScheduler(resources, rank, window, point.urgency[rank], memory, limit))
         return walk(resources, ranks, most_us)
 
 
@@ -198,19 +193,12 @@ Move = Callable[[OrderSearch], Iterable[SearchPoint]]
 
 
 def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
-    """A move: another urgency of one to three stretches of ops, or of all ops of some actions, or another
-    patience of a rank. Urgency changes for a full stretch, since what counts is which communication is
-    reached first."""
+    """A move: another urgency of one to three stretches of ops, or of all ops of some actions. Urgency
+    changes for a full stretch, since what counts is which communication is reached first."""
     draw, point, windows = search.draw, search.point, search.scope.windows
     urgency = [list(of_rank) for of_rank in point.urgency]
     change_us = search.scope.change_us
-    kind = draw.random()
-    if kind >= 0.92:
-        patience = list(point.patience)
-        patience[draw.randrange(len(patience))] = draw.choice(PATIENCE)
-        yield replace(point, patience=tuple(patience))
-        return
-    if kind < 0.5 or all(len(window.microbatches) == 1 for window in windows):
+    if draw.random() < 0.5 or all(len(window.microbatches) == 1 for window in windows):
         for _ in range(draw.choice((1, 1, 2, 3))):
             rank, group = draw.choice(search.groups)
             by_us = draw.gauss(0.0, change_us)
@@ -280,7 +268,7 @@ class ForwardBackward:
                 for window, of in ranks
             )
         )
-        yield SearchPoint(tuple([-us for us in of] for of in begins), (0.0,) * len(self._windows))
+        yield SearchPoint(tuple([-us for us in of] for of in begins))
 
     def begins_us(self, walked: WalkResult, off_us: Mapping[RankNode, float]) -> list[list[float]]:
         """By rank and node, when it begins in the backward pass. off_us: by how much later than in `walked`

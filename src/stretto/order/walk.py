@@ -95,7 +95,7 @@ class LaneWalk(ABC):
         self.order: list[int] = []
         self.end_us = self.exposed_us = self.late_us = self.worked_us = 0.0
         self.memory = memory
-        self._resources = resources
+        self.resources = resources
         self._clock = resources.clock
         self._rank = rank
         self.window = window
@@ -113,7 +113,7 @@ class LaneWalk(ABC):
         """Post all receives, and go on until the lane works or waits."""
         for node in self.graph.nodes:
             if node.role is Role.RECEIVE:
-                self._resources.post(node, self._microbatch(node))
+                self.resources.post(node, self._microbatch(node))
         self._go_on()
 
     def timing(self) -> WalkTimes:
@@ -141,7 +141,7 @@ class LaneWalk(ABC):
         if node.role is Role.FINISH and node.start >= 0:
             moment: Moment | None = self._started[node.start].done
         elif node.role is Role.FINISH or node.role is Role.RECEIVE:
-            moment = self._resources.arrival(node, self._microbatch(node))
+            moment = self.resources.arrival(node, self._microbatch(node))
         else:
             return None
         return None if moment is None or moment.happened else moment
@@ -152,7 +152,7 @@ class LaneWalk(ABC):
             if self.graph.nodes[index].role in (Role.START, Role.FINISH):
                 self.exposed_us += self._clock.now_us - self._idle_since_us
             self._idle_since_us = self._clock.now_us
-        self._resources.soon(self._resume)
+        self.resources.soon(self._resume)
 
     def _resume(self) -> None:
         if not self._working:
@@ -205,11 +205,11 @@ class LaneWalk(ABC):
         """Let the lane work; whether that is over."""
         since_us = self._clock.now_us
         self._work_us += work_us
-        if self._resources.skip(work_us):
+        if self.resources.skip(work_us):
             self._stop(since_us, work_us)
             return True
         self._working = True
-        self._resources.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
+        self.resources.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
         return False
 
     def _worked(self, index: int, since_us: float, work_us: float) -> None:
@@ -220,7 +220,7 @@ class LaneWalk(ABC):
 
     def _stop(self, since_us: float, work_us: float) -> None:
         self.worked_us += self._clock.now_us - since_us
-        self._resources.worked(self._rank, self._straggler, work_us)
+        self.resources.worked(self._rank, self._straggler, work_us)
 
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
@@ -229,36 +229,21 @@ class LaneWalk(ABC):
         if node.role is Role.COMPUTE:
             return
         if node.role is Role.SEND:
-            self._resources.send(node, self._microbatch(node))
+            self.resources.send(node, self._microbatch(node))
         elif node.role is Role.START:
-            self._started[index] = self._resources.start(self._rank, self.window, index)
+            self._started[index] = self.resources.start(self._rank, self.window, index)
         elif node.role is Role.SUM:
-            self._started[index] = self._resources.start(self._rank, self.window, index)
+            self._started[index] = self.resources.start(self._rank, self.window, index)
             self.late_us = max(self.late_us, self._started[index].done_us)
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """end_us: when the window has ended; stall_us: of that, how long the compute lane waited; peak_bytes: the
-    most memory above that at its begin.
-
-    late_us: when the window and the gradient reductions that it starts have ended.
-    """
-
-    end_us: float
-    stall_us: float
-    peak_bytes: int
-    late_us: float
-
-
-def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
-    """Walk a legal order of the graph's nodes."""
-    resources, memory = WindowResources(graph.skew), WindowMemory(len(graph.nodes), graph.storages)
-    rank = GivenOrder(resources, 0, make_rank_window(graph), order, memory)
-    result = walk(resources, [rank])
+def replay(graph: WindowGraph, order: Sequence[int]) -> WalkResult:
+    """Walk a legal order of the graph's nodes; peak_bytes are above the memory at the window's begin."""
+    memory = WindowMemory(len(graph.nodes), graph.storages)
+    rank = GivenOrder(WindowResources(graph.skew), 0, make_rank_window(graph), order, memory)
+    result = walk(rank.resources, [rank])
     assert result is not None, "a legal order of one window comes to its end"
-    end_us = rank.end_us
-    return Replay(end_us, end_us - rank.worked_us, memory.peak, result.step_us)
+    return result
 
 
 class GivenOrder(LaneWalk):

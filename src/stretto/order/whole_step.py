@@ -4,8 +4,7 @@ it goes.
     1. How urgent an op is: the longest path to the end of its microbatch, over all ranks and lanes, less part
        of the step for every microbatch before its own. Without that part all forwards come first; with much
        of it, microbatches follow one another as in 1F1B.
-    2. That part (SLOPES) and the patience of each rank (`order.list_scheduler`) are tried: first equal for
-       all ranks, then rank by rank, the best kept. This with more and with fewer of the small ops placed by
+    2. That part (SLOPES) is tried, the best kept. This with more and with fewer of the small ops placed by
        themselves (LITTLE): with fewer, a move changes more.
     3. Each goes on by other urgencies, and the best of them by forward-backward improvement.
 
@@ -41,15 +40,12 @@ from stretto.simulating.windows import make_ready
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
 
-PATIENCE = (0.0, 0.5, 1.0)
-"""Tried for each rank, in parts of a collective's time. Assumed."""
-
 EFFORT = 12.0
 """Items walked for each microsecond of what the step is worth (`passes.step`): of a run of 1,000 steps,
 planning takes about as long as 50."""
 
 FEWEST = 20
-"""Walks that are worth a search: with fewer, step 2 does not come to single ranks. Assumed."""
+"""Walks that are worth a search. Assumed: step 2 takes ten."""
 
 WIDE = 0.1
 """Part of the bound by which the best of step 2 is above it where all of that time is taken; of less, less.
@@ -151,49 +147,23 @@ def _wide(search: OrderSearch, bound_us: float) -> float:
 
 def begin_search(scope: SearchScope, graphs: StepGraphs, each_us: float, budget: WalkBudget) -> OrderSearch:
     """Step 2 of one scope. each_us: the bound of a microbatch."""
-    ranks = range(len(scope.windows))
     search = OrderSearch(scope, budget)
-
-    def tries(slopes: tuple[float, ...], patience: tuple[float, ...]) -> bool:
-        return not search.ended and search.tried(point_of(scope, graphs, each_us, slopes, patience))
-
-    equal = [((slope,) * len(ranks), (wait,) * len(ranks)) for slope in SLOPES for wait in PATIENCE[:2]]
-    slopes, patience = equal[0]
-    for candidate in equal:
-        if tries(*candidate):
-            slopes, patience = candidate
-    for rank in ranks:
-        for slope in SLOPES:
-            changed = _with(slopes, rank, slope)
-            if changed != slopes and tries(changed, patience):
-                slopes = changed
-        for wait in PATIENCE:
-            changed = _with(patience, rank, wait)
-            if changed != patience and tries(slopes, changed):
-                patience = changed
+    for slope in SLOPES:
+        if not search.ended:
+            search.tried(point_of(scope, graphs, slope * each_us))
     return search
 
 
-def _with(values: tuple[float, ...], rank: int, value: float) -> tuple[float, ...]:
-    return (*values[:rank], value, *values[rank + 1 :])
-
-
-def point_of(
-    scope: SearchScope,
-    graphs: StepGraphs,
-    each_us: float,
-    slopes: Sequence[float],
-    patience: tuple[float, ...],
-) -> SearchPoint:
-    """Step 1. each_us: the bound of a microbatch."""
+def point_of(scope: SearchScope, graphs: StepGraphs, each_us: float) -> SearchPoint:
+    """Step 1. each_us: by how much a microbatch is less urgent than the one before."""
     urgency = tuple(
         tuple(
-            us - slopes[rank] * each_us * window.microbatches[node.item.part]
+            us - each_us * window.microbatches[node.item.part]
             for us, node in zip(graphs.tails_us[rank], window.graph.nodes, strict=True)
         )
         for rank, window in enumerate(scope.windows)
     )
-    return SearchPoint(urgency, patience)
+    return SearchPoint(urgency)
 
 
 def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[NodeKey, float]:

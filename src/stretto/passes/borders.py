@@ -66,7 +66,7 @@ class _Border:
         self._stage = stage
         self._size = job.size(AXIS)
         self._specs: Mapping[str, TensorSpec] = specs_of(job)
-        self._ops = {op.name: op for ops in stage.ops.values() for op in ops}
+        self._ops = {op.name: op for op in stage.all_ops}
         self._users: Mapping[str, list[Op]] = users_of(self._ops.values())
         self._kept = {edge.value for edge in job.edges if edge.source == stage.index}
         self._kept |= {name for phase in PHASES for name in results_of(job, stage.index, phase)}
@@ -245,7 +245,7 @@ def gather_behind(job: Job) -> Job:
 
 def _chain(job: Job, stage: Stage, value: str) -> Sequence[Op]:
     """Step 2: the ops from the gather to the value, in order; none where it cannot be."""
-    ops = {op.name: op for made in stage.ops.values() for op in made}
+    ops = {op.name: op for op in stage.all_ops}
     readers = users_of(ops.values())
     kept = {edge.value for edge in job.edges if edge.source == stage.index and edge.value != value}
     kept |= {name for phase in PHASES for name in results_of(job, stage.index, phase)}
@@ -270,9 +270,8 @@ def _behind(job: Job, edges: Sequence[Edge], chain: Sequence[Op]) -> Job:
     gone = {op.name for op in chain}
     part = chain[0].args[0].name
     phase, spec = next(
-        (phase, op.outputs[0]) for phase in PHASES for op in programs[source][phase] if op.name == part
+        (phase, op.made) for phase in PHASES for op in programs[source][phase] if op.name == part
     )
-    assert spec is not None
     for made in PHASES:
         programs[source][made] = tuple(op for op in programs[source][made] if op.name not in gone)
     for edge in edges:

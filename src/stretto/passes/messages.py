@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from stretto.errors import PlanError
@@ -47,13 +47,8 @@ COPY = "aten.clone.default"
 CONTIGUOUS = (("memory_format", Const("memory_format", "contiguous_format")),)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An op without a name: a view of its first argument, or the copy. args: those behind the first."""
-
-    target: str
-    args: tuple[Arg, ...]
-    spec: TensorSpec
+_Call = tuple[str, tuple[Arg, ...], TensorSpec]
+"""A view of a value, or the copy: target, arguments behind the first, what it makes."""
 
 
 def dense_messages(step: Step, context: Context) -> Step:
@@ -68,7 +63,7 @@ def dense_messages(step: Step, context: Context) -> Step:
         "and there are gaps between its elements, which are not sent: make it contiguous, or split elsewhere"
         for edge in strided
         if _by_strides(job.stages[edge.target], edge.value)
-        and any(call.target == COPY for call in _calls(edge.spec)[0])
+        and any(target == COPY for target, _, _ in _calls(edge.spec)[0])
     ]
     if faults:
         raise PlanError("values that cannot be sent from rank to rank", faults)
@@ -93,7 +88,7 @@ def _copies(op: Op, specs: Mapping[str, TensorSpec]) -> bool:
 def _dense_collectives(job: Job) -> Job:
     """Step 5."""
     specs = specs_of(job)
-    if not any(_copies(op, specs) for stage in job.stages for ops in stage.ops.values() for op in ops):
+    if not any(_copies(op, specs) for _, op in job.all_ops):
         return job
 
     def dense(op: Op) -> tuple[Op, ...]:
@@ -111,8 +106,7 @@ def _by_strides(stage: Stage, value: str) -> bool:
     """Whether step 4 is about the stage and a value that it is sent."""
     return any(
         op.target.startswith("aten.as_strided") and (op.alias == value or value in op.uses)
-        for ops in stage.ops.values()
-        for op in ops
+        for op in stage.all_ops
     )
 
 
@@ -135,9 +129,9 @@ def _dense(job: Job, strided: Sequence[Edge]) -> Job:
         here = f"{edge.value}_at_{edge.target}" if back else name
         read_as(programs[edge.target], edge, here, partial(_ops, back, name, here))
         of = programs[edge.target]
-        specs: dict[str, TensorSpec | None] = {here: (back or there)[-1].spec}
+        specs: dict[str, TensorSpec | None] = {here: (back or there)[-1][2]}
         of |= {phase: tuple(restrided(ops, specs)) for phase, ops in of.items()}
-        carried[edge.index] = replace(edge, value=name, spec=there[-1].spec)
+        carried[edge.index] = replace(edge, value=name, spec=there[-1][2])
     touched = {stage for edge in strided for stage in (edge.source, edge.target)}
     stages = tuple(stage_of(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)
     return replace(job, stages=stages, edges=tuple(carried))
@@ -151,35 +145,31 @@ def _calls(spec: TensorSpec) -> tuple[list[_Call], list[_Call]]:
     expanded = [dim for dim in dims if strides[dim] == 0 and shape[dim] > 1]
     for dim in expanded:
         shape[dim] = 1
-        there.append(_Call("aten.slice.Tensor", (dim, 0, 1), spec_with(shape, spec.dtype, strides)))
+        there.append(("aten.slice.Tensor", (dim, 0, 1), spec_with(shape, spec.dtype, strides)))
     made = spec_with(shape, spec.dtype, strides)
     order = sorted(dims, key=lambda dim: -strides[dim])
     if made.stride is not None and order != list(dims):
         made = spec_with([shape[dim] for dim in order], spec.dtype, [strides[dim] for dim in order])
-        there.append(_Call("aten.permute.default", (tuple(order),), made))
+        there.append(("aten.permute.default", (tuple(order),), made))
         dense, places = dense_strides(made.shape), [order.index(dim) for dim in dims]
         result = spec_with(shape, spec.dtype, [dense[place] for place in places])
-        back.append(_Call("aten.permute.default", (tuple(places),), result))
+        back.append(("aten.permute.default", (tuple(places),), result))
     if made.stride is not None:
-        there.append(_Call(COPY, (), replace(made, stride=None)))
+        there.append((COPY, (), replace(made, stride=None)))
     if expanded:
-        result = (back or there)[-1].spec
+        result = (back or there)[-1][2]
         kept = [0 if dim in expanded else stride for dim, stride in enumerate(strides_of(result))]
-        back.append(_Call("aten.expand.default", (spec.shape,), spec_with(spec.shape, spec.dtype, kept)))
+        back.append(("aten.expand.default", (spec.shape,), spec_with(spec.shape, spec.dtype, kept)))
     return there, back
 
 
 def _ops(calls: Sequence[_Call], value: str, name: str, module: str) -> list[Op]:
     """The calls as ops, one of the other's result, of which the last makes `name`."""
     result: list[Op] = []
-    for at, call in enumerate(calls):
+    for at, (target, args, spec) in enumerate(calls):
         made = name if at == len(calls) - 1 else f"{name}_{at}"
-        copies = call.target == COPY
-        kwargs = CONTIGUOUS if copies else ()
-        alias = None if copies else value
-        result.append(
-            Op(made, call.target, (Ref(value), *call.args), kwargs, (call.spec,), alias, module=module)
-        )
+        kwargs, alias = (CONTIGUOUS, None) if target == COPY else ((), value)
+        result.append(Op(made, target, (Ref(value), *args), kwargs, (spec,), alias, module=module))
         value = made
     return result
 

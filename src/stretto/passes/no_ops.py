@@ -100,7 +100,7 @@ class _NoOps:
 
     def spec(self, name: str) -> TensorSpec | None:
         op = self.made.get(name)
-        return op.outputs[0] if op is not None and len(op.outputs) == 1 else None
+        return None if op is None else op.spec
 
     # Step 2.
 
@@ -181,9 +181,7 @@ def _given(op: Op) -> str:
 
 def _order(op: Op) -> tuple[int | None, ...]:
     """The dims of the input in the order of the result."""
-    spec = op.outputs[0]
-    assert spec is not None
-    rule = dims_of(op, [spec])  # of the input, how many dims it has is asked alone
+    rule = dims_of(op, [op.made])  # of the input, how many dims it has is asked alone
     assert rule is not None
     return rule.outputs[0]
 

@@ -131,9 +131,8 @@ class _PlainMatmuls:
         made = Op(name, "aten.mm.default", (a, b), (), (plain,), flops=flops, module=op.module)
         self.ops.append(made)
         if not as_it_is:
-            assert op.outputs[0] is not None
-            view = Op(op.name, VIEW, (Ref(name), op.outputs[0].shape), (), op.outputs, name)
-            self.ops.append(replace(view, module=op.module))
+            args = Ref(name), op.made.shape
+            self.ops.append(Op(op.name, VIEW, args, (), op.outputs, name, module=op.module))
         return self.ops
 
 

@@ -42,11 +42,7 @@ class Graph:
 
     def specs(self) -> dict[str, TensorSpec]:
         """Value -> spec, for what is given and for all values of ops that are one tensor."""
-        result = dict(self.given)
-        for op in self.ops:
-            if len(op.outputs) == 1 and op.outputs[0] is not None:
-                result[op.name] = op.outputs[0]
-        return result
+        return {**self.given, **{op.name: op.spec for op in self.ops if op.spec is not None}}
 
     def is_backward(self, name: str) -> bool:
         """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""
@@ -129,8 +125,8 @@ def spec_with(shape: Sequence[int], dtype: str, strides: Sequence[int]) -> Tenso
 
 def viewed(op: Op, source: TensorSpec) -> TensorSpec | None:
     """What a view makes of a source, with its strides; None for another kind of view."""
-    made = op.outputs[0]
-    if made is None or len(op.outputs) > 1:
+    made = op.spec
+    if made is None:
         return None
     if op.target in VIEW_OPS:
         return TensorSpec(made.shape, made.dtype) if source.stride is None else None

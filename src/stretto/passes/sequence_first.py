@@ -119,9 +119,7 @@ class _RowSearch:
         """Step 3."""
         op = self.made[copy]
         view = self.made[self.made[op.args[0].name].args[0].name]
-        spec = op.outputs[0]
-        assert spec is not None
-        args = (view.args[0], spec.shape)
+        args = (view.args[0], op.made.shape)
         return replace(op, target=VIEW, args=args, kwargs=(), alias=view.args[0].name)
 
 

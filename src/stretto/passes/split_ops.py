@@ -56,9 +56,7 @@ class Chain:
 
     @property
     def columns(self) -> int:
-        made = self.product.outputs[0]
-        assert made is not None
-        return made.shape[1]
+        return self.product.made.shape[1]
 
 
 def split_products(step: Step, context: Context) -> Step:
@@ -108,10 +106,8 @@ def chains(stage: Stage) -> list[Chain]:
                 source = here.get(source.args[0].name)
             if source is None or source.target != "aten.mm.default" or len(users[source.name]) != 1:
                 continue
-            made, last = source.outputs[0], start.outputs[0]
-            if made is None or last is None or len(last.shape) < 2:
-                continue  # of one dim: the columns are what is scattered
-            if last.shape[-1] == made.shape[1]:
+            # Of one dim: the columns are what is scattered.
+            if len(start.made.shape) > 1 and start.made.shape[-1] == source.made.shape[1]:
                 result.append(Chain(stage.index, source, tuple(reversed(between)), start, waits[0]))
     return result
 
@@ -119,10 +115,10 @@ def chains(stage: Stage) -> list[Chain]:
 def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
     """Whether the op makes each part of its last dim out of that part of its only operand's."""
     source = here.get(op.args[0].name) if op.args and isinstance(op.args[0], Ref) else None
-    if source is None or op.random or len(op.outputs) != 1 or len(source.outputs) != 1:
+    before, after = None if source is None else source.spec, op.spec
+    if before is None or after is None or op.random or len(operands(op)) != 1:
         return False
-    before, after = source.outputs[0], op.outputs[0]
-    if before is None or after is None or before.shape[-1:] != after.shape[-1:] or len(operands(op)) != 1:
+    if before.shape[-1:] != after.shape[-1:]:
         return False
     if op.target in VIEWS:
         return before.stride is None
@@ -212,8 +208,7 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
     made = [columns]
     before: TensorSpec | None = None
     for op in (product, *chain.between, chain.start):
-        full = op.outputs[0]
-        assert full is not None
+        full = op.made
         shape = (*full.shape[:-1], width)
         args = (Ref(made[-1].name), *op.args[1:])
         result = TensorSpec(shape, full.dtype)
@@ -234,8 +229,7 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
 
 def _join(chain: Chain) -> list[Op]:
     """The waits, and the copy that has the name of the full tensor's wait."""
-    full = chain.wait.outputs[0]
-    assert full is not None
+    full = chain.wait.made
     waits = []
     for part in range(chain.parts):
         spec = TensorSpec((*full.shape[:-1], chain.columns // chain.parts), full.dtype)

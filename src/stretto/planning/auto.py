@@ -233,9 +233,8 @@ def _enough(job: Job, promising: list[TimedOrder]) -> list[TimedOrder]:
 
 def _runs(job: Job) -> int:
     """Runs of ops in a step by which orders are compared."""
-    ops = sum(len(ops) for stage in job.stages for ops in stage.ops.values())
     ranks = len(job.stages) if job.pp is None else job.pp
-    return max(1, ops * min(job.microbatches, ENOUGH * ranks))
+    return max(1, sum(1 for _ in job.all_ops) * min(job.microbatches, ENOUGH * ranks))
 
 
 def _simulated(step: Step, context: Context, order: TimedOrder) -> TimedOrder | None:

@@ -126,7 +126,7 @@ def overlaps(step: Step) -> bool:
 
 def communicates(job: Job) -> bool:
     """Whether any op starts a collective."""
-    return any(op.kind is not None for stage in job.stages for ops in stage.ops.values() for op in ops)
+    return any(op.kind is not None for _, op in job.all_ops)
 
 
 def names(variant: Variant) -> str:
@@ -277,8 +277,7 @@ class Variants:
         self._report(what + names(variant))
         before = self.step(variant[:-1])
         made = variant[-1](replace(before, schedule=before.short), context)
-        least_us = min((one.step_us for one in self._tried.values()), default=inf)
-        timeline = reduced_best(lowered(made, context), least_us)
+        timeline = reduced_best(lowered(made, context))
         self._tried[variant] = Tried(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin)
 
     def bound_us(self, anywhere: bool = False) -> float:

@@ -34,7 +34,6 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.ir.transfers import collective_time
 from stretto.order.depend import make_graph
 from stretto.order.policies import early_reductions
 from stretto.passes.step import Context, Step
@@ -157,28 +156,16 @@ def reductions_within(step: Step, context: Context) -> Step:
     return replace(step, windows={**plan.windows, **best}) if best else step
 
 
-def reduced_best(plan: Plan, than_us: float = inf) -> Timeline:
+def reduced_best(plan: Plan) -> Timeline:
     """The step with reductions as they are, or at the end of last runs where that is faster: where
-    collectives share network cards, a reduction takes its part of what compute waits for. than_us: of another
-    step; the end is not tried where no reductions could make this one as fast. Raises PlanError for a plan
-    whose ranks wait for each other forever."""
+    collectives share network cards, a reduction takes its part of what compute waits for. Raises PlanError
+    for a plan whose ranks wait for each other forever."""
     timeline = simulate(plan)
-    if not plan.costs.shared or timeline.step_us - _reductions_us(plan) >= than_us:
-        return timeline
-    late = _at_end(plan)
+    late = _at_end(plan) if plan.costs.shared else {}
     if late:
         with suppress(PlanError):
             return min(timeline, simulate(_with(plan, late)), key=lambda one: one.step_us)
     return timeline
-
-
-def _reductions_us(plan: Plan) -> float:
-    """The longest that gradient reductions take on any rank, one after another."""
-    calls = ([op.collective for op in plan.sums(rank) if op.collective] for rank in range(plan.ranks))
-    return max(
-        sum(collective_time(plan.costs, plan.job, plan.communicator(one.axis), one).us for one in of_rank)
-        for of_rank in calls
-    )
 
 
 def _at_end(plan: Plan) -> dict[str, Window]:

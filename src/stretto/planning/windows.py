@@ -66,7 +66,7 @@ def whole_step(step: Step, context: Context) -> Step:
     for as well, and where the step has so many items that it is hardly ever walked in its time.
     """
     effort = context.effort
-    items = step.job.microbatches * sum(len(ops) for stage in step.job.stages for ops in stage.ops.values())
+    items = step.job.microbatches * sum(1 for _ in step.job.all_ops)
     # First by what no step is worth, since the bound of a very long one takes long itself.
     if items > MOST_ITEMS or walks_allowed(items, effort.worth_us(inf)) < FEWEST:
         raise LeftOutError

@@ -222,10 +222,7 @@ class ListedPricer(AlikePricer):
     def __init__(self, job: Job, costs: Costs) -> None:
         self._job = job
         self._listed = [
-            (op, costs.op_us[stage.index, op.name])
-            for stage in job.stages
-            for op in (op for ops in stage.ops.values() for op in ops)
-            if (stage.index, op.name) in costs.op_us
+            (op, costs.op_us[stage, op.name]) for stage, op in job.all_ops if (stage, op.name) in costs.op_us
         ]
 
     @cached_property
@@ -278,7 +275,7 @@ class ListedPricer(AlikePricer):
     @cached_property
     def _waits(self) -> dict[tuple[str, str], dict[int, list[float]]]:
         """(axis, kind) -> bytes -> listed times of waits."""
-        asked = {op.name: op.collective for s in self._job.stages for ops in s.ops.values() for op in ops}
+        asked = {op.name: op.collective for _, op in self._job.all_ops}
         result: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for op, us in self._listed:
             one = asked.get(op.uses[0]) if op.target == WAIT else None

@@ -77,9 +77,8 @@ def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int
     for one. calls: by (axis, kind); collectives that it does not name are left out."""
     result: dict[tuple[int, str], float] = {}
     for stage in job.stages:
-        ops = [op for made in stage.ops.values() for op in made]
-        asked = {op.name: op.collective for op in ops if op.collective is not None}
-        for op in ops:
+        asked = {op.name: op.collective for op in stage.all_ops if op.collective is not None}
+        for op in stage.all_ops:
             collective = asked.get(op.uses[0]) if op.target == WAIT and op.uses else op.collective
             known = calls.get((collective.axis, collective.kind)) if collective is not None else None
             if collective is None or known is None:

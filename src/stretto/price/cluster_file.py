@@ -7,7 +7,6 @@ Reads such a file and those that it names; touches no device.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,8 +29,6 @@ from stretto.price.collectives import PROTOCOLS, Fabric, Group, axis_group, coll
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Roof
 from stretto.price.nccl_tests import read_nccl_tests
-
-_NAME = re.compile(r"(?P<device>.+)x(?P<count>[1-9][0-9]*)")
 
 Positive = Annotated[float, Field(ge=LEAST_RATE, le=MOST)]
 Part = Annotated[float, Field(ge=LEAST_RATE, le=1)]
@@ -172,27 +169,23 @@ class Hardware:
 
 def named_cluster(name: str) -> Hardware:
     """A cluster by name, `h100x1024`. Raises UsageError that lists the known devices."""
-    match = _NAME.fullmatch(name)
-    if match is None or match["device"] not in devices():
-        known = ", ".join(devices())
-        near = meant(match["device"] if match else name, (*devices(), "local"))
-        raise UsageError(
-            f"unknown cluster {name!r}: {_unknown(name)}; {near}a name is <device>x<count>, for "
-            f"example h100x1024; known devices are {known}. For another, write a cluster file"
-        )
-    if len(match["count"]) > len(str(MOST_RANKS)) or int(match["count"]) > MOST_RANKS:
-        raise UsageError(f"cluster {name:.60}: more than {MOST_RANKS:,} devices; give fewer")
-    return _resolve(name, ClusterFile(device=match["device"], count=int(match["count"])), Path())
-
-
-def _unknown(name: str) -> str:
-    device, _, count = name.rpartition("x")
-    if name in devices() or (device in devices() and not count):
-        return "its count is missing"
-    if device in devices():
-        return f"its count is {count!r}, and must be an integer, 1 or more"
-    match = _NAME.fullmatch(name)
-    return f"no device is called {(match['device'] if match else name)!r}"
+    device, _, count = (name, "", "") if name in devices() else name.rpartition("x")
+    fits = (
+        count.isascii()
+        and count.isdecimal()
+        and int(count[: len(str(MOST_RANKS)) + 1]) in range(1, MOST_RANKS + 1)
+    )
+    known = device in devices()
+    if known and fits:
+        return _resolve(name, ClusterFile(device=device, count=int(count)), Path())
+    what = f"its count is {count!r:.60}, and must be an integer from 1 to {MOST_RANKS:,}"
+    if not known:
+        what = f"no device is called {device or name!r}"
+    near = "" if known else meant(device or name, (*devices(), "local"))
+    raise UsageError(
+        f"unknown cluster {name!r:.60}: {what}; {near}a name is <device>x<count>, for example h100x1024; "
+        f"known devices are {', '.join(devices())}. For another, write a cluster file"
+    )
 
 
 def load_cluster(path: str | Path) -> Hardware:

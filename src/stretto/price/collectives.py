@@ -22,22 +22,16 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import KINDS, Kind
 from stretto.ir.curve import Curve
 
-
-class Topology(StrEnum):
-    """How the devices of a node are joined."""
-
-    SWITCH = "switch"
-    """Every device reaches every other at its full rate (NVSwitch)."""
-    MESH = "mesh"
-    """A link of its own for each pair: two devices alone have one link's rate (MI300X, 910B)."""
-    CUBE_MESH = "cube-mesh"
-    """Links between some pairs only; rings of a group exist or not by its size (V100)."""
+Topology = Literal["switch", "mesh", "cube-mesh"]
+"""How the devices of a node are joined: every device reaches every other at its full rate (NVSwitch); by a
+link of its own for each pair, so that two alone have one link's rate (MI300X, 910B); some pairs only, so that
+rings of a group exist or not by its size (V100)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class Fabric:
 
     def bus_bytes_per_us(self, size: int) -> float:
         """Bus rate of a ring (switch) or a direct exchange (mesh) of `size` devices of one node."""
-        if self.topology is Topology.MESH:
+        if self.topology == "mesh":
             return self.peer_bytes_per_us * (size - 1) * self.link_efficiency
         for known, rate in sorted(self.ring_bytes_per_us):
             if known >= size:
@@ -182,7 +176,7 @@ def _cards(group: Group, fabric: Fabric) -> float:
 def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
     n, k, m = group.size, group.per_node, group.nodes
     bus = bus_bytes_per_us(group, fabric)
-    direct = fabric.topology is Topology.MESH
+    direct = fabric.topology == "mesh"
     if kind.route == "pair":
         rate = fabric.pair_bytes_per_us() if m == 1 else fabric.nic_bytes_per_us * fabric.nic_efficiency
         return [_Route(1.0 if m == 1 else 0.0, 0.0, 0.0 if m == 1 else 1.0, 1.0, rate)]

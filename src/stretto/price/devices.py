@@ -17,7 +17,7 @@ from typing import Any
 from stretto.errors import UsageError, meant
 from stretto.ir.costs import Peak
 from stretto.ir.program import Job, Op
-from stretto.price.collectives import Fabric, Topology
+from stretto.price.collectives import Fabric
 from stretto.price.efficiency import Efficiency, Roof
 
 GB_PER_S = 1000.0
@@ -57,10 +57,6 @@ class Device:
     def memory_bytes(self) -> int:
         return int(self.number("memory_gb") * 1e9)
 
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.figures["topology"].value)
-
     def roof(self) -> Roof:
         """The device as ops see it."""
         return Roof(
@@ -75,7 +71,7 @@ class Device:
         rings = self.figures.get("ring_gbps")
         return Fabric(
             node_devices=self.node_devices,
-            topology=self.topology,
+            topology=self.figures["topology"].value,
             device_bytes_per_us=self.number("link_gbps") * GB_PER_S,
             peer_bytes_per_us=self.number("peer_gbps") * GB_PER_S,
             nic_bytes_per_us=self.number("nic_gbit") / 8 * GB_PER_S,
@@ -154,11 +150,9 @@ def device_peak(job: Job, device: Device) -> Peak:
 def job_peak(job: Job, flops_per_us: Callable[[str], float], source: str) -> Peak:
     """The job's peak where ops of a dtype have these rates. source: of the rates."""
     flops = time_us = 0.0
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            for op in ops:
-                flops += op.flops
-                time_us += op.flops / flops_per_us(op_dtype(op))
+    for _, op in job.all_ops:
+        flops += op.flops
+        time_us += op.flops / flops_per_us(op_dtype(op))
     return Peak(flops / time_us if time_us else flops_per_us("bfloat16"), source)
 
 

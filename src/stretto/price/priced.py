@@ -54,7 +54,7 @@ class CalibratedPricer(AlikePricer):
         traced = self._calibration.traced
         if self._job is not None and traced:
             specs = specs_of(self._job)
-            for op in (op for stage in self._job.stages for ops in stage.ops.values() for op in ops):
+            for _, op in self._job.all_ops:
                 us = None if op.target in FREE else traced.get(trace_key(op, specs))
                 if us:
                     result.append(Timing(us, 0.0, op.flops, traffic_bytes(op, specs)))

@@ -92,7 +92,7 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for job in jobs:
-        for op in (op for stage in job.stages for ops in stage.ops.values() for op in ops):
+        for _, op in job.all_ops:
             asked = op.collective
             made = op.outputs[0] if op.outputs else None
             if asked is not None and made is not None and job.size(asked.axis) > 1:

@@ -68,9 +68,6 @@ def _communication(timeline: Timeline) -> list[str]:
             continue
         rank, kind, most_us = _worst(timeline, axis.axis)
         exposed = f"{format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step"
-        if timeline.ranks == 1:
-            sentences.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
-            continue
         sentences.append(
             f"{words}; {exposed} (mean of the {timeline.counted}). "
             f"Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
@@ -98,8 +95,6 @@ def _idle(timeline: Timeline) -> list[str]:
         return []
     share = total_us / timeline.ranks / timeline.step_us
     rank = max(range(timeline.ranks), key=lambda r: bubble[r])
-    if timeline.ranks == 1:
-        return [f"Bubbles take {format_share(share)} of the step ({format_us(total_us)})."]
     return [
         f"Bubbles take {format_share(share)} of the {timeline.counted}' time, "
         f"most on {timeline.who(rank)} ({format_us(bubble[rank])})."

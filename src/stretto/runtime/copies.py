@@ -11,13 +11,13 @@ takes its values from the model of its own process; copies that start apart trai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from stretto.errors import UsageError, listed
-from stretto.ir.plan import Plan
-from stretto.runtime.rank_tensors import RankTensors
+from stretto.ir.program import Job
+from stretto.runtime.rank_tensors import RankTensors, pipeline_ranks
 from stretto.runtime.transport import Transport
 
 Copy = tuple[str, tuple[int, ...]]
@@ -46,29 +46,26 @@ def check_copies(tensors: RankTensors, transport: Transport) -> None:
 def _copies(tensors: RankTensors) -> dict[Copy, torch.Tensor]:
     plan, coordinates, full_tensors = tensors.plan, tensors.coordinates, tensors.full_tensors
     job = plan.job
-    stages: dict[str, set[int]] = {}
-    for parameter in job.parameters:
-        stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
+    ranks = pipeline_ranks(plan)
     result: dict[Copy, torch.Tensor] = {}
     for k, kept in sorted(tensors.parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
         shards = () if name in full_tensors else parameter.shards
-        if _is_elsewhere(plan, stages[name], [s.axis for s in shards if s.copies == 1]):
+        if _is_elsewhere(job, ranks[name], [s.axis for s in shards if s.copies == 1]):
             part = tuple(s.part(coordinates[s.axis]) for s in shards)
             result.setdefault((f"parameter {name!r}", part), full_tensors.get(name, kept))
     # An evaluation reads what a training wrote.
     for k, buffer_here in sorted(tensors.buffers.items()) if job.trains else ():
         buffer = job.buffers[k]
-        if not buffer.updates and _is_elsewhere(plan, buffer.stages, ()):
+        if not buffer.updates and _is_elsewhere(job, set(map(plan.rank_of, buffer.stages)), ()):
             result[f"buffer {buffer.name!r}", ()] = buffer_here
     return result
 
 
-def _is_elsewhere(plan: Plan, stages: Iterable[int], sharded: Sequence[str]) -> bool:
-    """Whether what these stages use, and these axes shard, is on more than one rank."""
-    pp_ranks = {plan.rank_of(stage) for stage in stages}
-    return len(pp_ranks) > 1 or any(size > 1 and axis not in sharded for axis, size in plan.job.axes)
+def _is_elsewhere(job: Job, pp_ranks: set[int], sharded: Sequence[str]) -> bool:
+    """Whether what these pipeline ranks use, and these axes shard, is on more than one rank."""
+    return len(pp_ranks) > 1 or any(size > 1 and axis not in sharded for axis, size in job.axes)
 
 
 def digest(tensor: torch.Tensor) -> str:

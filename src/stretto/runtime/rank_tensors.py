@@ -309,11 +309,7 @@ class RankTensors:
 
     def _find_owned(self) -> frozenset[str]:
         """What `Runner.owns`."""
-        first: dict[str, int] = {}
-        for parameter in self.plan.job.parameters:
-            for stage in parameter.stages:
-                pp_rank = self.plan.rank_of(stage)
-                first[parameter.tied_to] = min(first.get(parameter.tied_to, pp_rank), pp_rank)
+        first = {tie: min(ranks, default=-1) for tie, ranks in pipeline_ranks(self.plan).items()}
         owned = set()
         for parameter in self.plan.job.parameters:
             copies = {shard.axis: shard.copies for shard in parameter.shards}
@@ -326,9 +322,9 @@ class RankTensors:
 def _check_shares(plan: Plan, trained: Plan) -> None:
     """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
     trained, or as other parts."""
-    theirs = _pipeline_ranks(trained)
+    theirs = pipeline_ranks(trained)
     shards = {p.tied_to: p.shards for p in trained.job.parameters}
-    ranks = _pipeline_ranks(plan)
+    ranks = pipeline_ranks(plan)
     for p in plan.job.parameters:
         tie = p.tied_to
         if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or p.shards != shards[tie]):
@@ -338,7 +334,8 @@ def _check_shares(plan: Plan, trained: Plan) -> None:
             )
 
 
-def _pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
+def pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
+    """First name of a tie -> the pipeline ranks that have a copy."""
     ranks: dict[str, set[int]] = {}
     for p in plan.job.parameters:
         ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from stretto.ir.action import Schedule
+from stretto.ir.serialize import CODEC
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.schedule.search import Searched
 from stretto.schedule.timing import ScheduleTiming
@@ -73,15 +74,8 @@ def to_json(schedule: Schedule, timing: ScheduleTiming | None = None) -> str:
     Orders are lists of tokens, one list a rank. Under "timing", times are in the unit that was put in, and
     "actions" lists [rank, token, start, end] in order of rank and start.
     """
-    document: dict[str, Any] = {
-        "format": "stretto-schedule",
-        "version": JSON_VERSION,
-        "family": schedule.family,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
-        "stage_ranks": list(schedule.stage_ranks),
-        "orders": [[str(slot) for slot in order] for order in schedule.orders],
-    }
+    document: dict[str, Any] = {"format": "stretto-schedule", "version": JSON_VERSION}
+    document |= CODEC.form(Schedule).write(schedule)
     if timing is not None:
         times = timing.times
         document["timing"] = {

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, hops_of, peak_live
+from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, hops_of, most_kept, peak_live
 
 SLACK = 1e-9
 """Relative to a limit, what may exceed it: a few roundings of double precision."""
@@ -46,25 +46,8 @@ class Room:
 
     def has(self, schedule: Schedule) -> bool:
         """Whether no rank has more than it may."""
-        return all(
-            kept <= limit * (1 + SLACK)
-            for kept, limit in zip(most_live(schedule, self), self.limits, strict=True)
-        )
-
-
-def most_live(schedule: Schedule, room: Room) -> tuple[float, ...]:
-    """By rank, the most that its microbatches keep; it follows from the order alone. Of overlapped actions
-    forwards count first."""
-    result = []
-    for order in schedule.orders:
-        kept = most = 0.0
-        for slot in order:
-            for action in sorted(slot.actions, key=lambda a: a.phase is not Phase.F):
-                full, rest = room.full[action.stage], room.for_weight[action.stage]
-                kept += {Phase.F: full, Phase.B: -full, Phase.I: rest - full, Phase.W: -rest}[action.phase]
-                most = max(most, kept)
-        result.append(most)
-    return tuple(result)
+        most = most_kept(schedule, schedule.stage_ranks, self.full, self.for_weight)
+        return all(kept <= limit * (1 + SLACK) for kept, limit in zip(most, self.limits, strict=True))
 
 
 Urgency = Callable[[Action], float]

@@ -202,29 +202,29 @@ def _takes(slot: Slot, times: PhaseTimes) -> float:
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """The largest number of live microbatches of each stage; it follows from the order alone.
+    """The largest number of live microbatches of each stage; it follows from the order alone."""
+    stages = range(schedule.stages)
+    return tuple(map(int, most_kept(schedule, stages, (1,) * len(stages), (1,) * len(stages))))
+
+
+def most_kept(
+    schedule: Schedule, places: Sequence[int], full: Sequence[float], for_weight: Sequence[float]
+) -> tuple[float, ...]:
+    """By place, the most that its microbatches keep. places: the place for which each stage counts; full,
+    for_weight: by stage, what a microbatch keeps from its forward to the end of I (or B), and from there to
+    the end of W.
 
     Within overlapped actions the forwards count first, as nothing of the backward need be done before them.
     """
-    split = {
-        (a.stage, a.microbatch)
-        for rank in range(schedule.ranks)
-        for a in schedule.actions(rank)
-        if a.phase is Phase.W
-    }
-    live = [0] * schedule.stages
-    peak = [0] * schedule.stages
+    kept, most = [0.0] * (max(places) + 1), [0.0] * (max(places) + 1)
     for order in schedule.orders:
         for slot in order:
-            for action in slot.actions:
-                if action.phase is Phase.F:
-                    live[action.stage] += 1
-                    peak[action.stage] = max(peak[action.stage], live[action.stage])
-            for action in slot.actions:
-                last = Phase.W if (action.stage, action.microbatch) in split else Phase.B
-                if action.phase is last:
-                    live[action.stage] -= 1
-    return tuple(peak)
+            for action in sorted(slot.actions, key=lambda one: one.phase is not Phase.F):
+                place, all_of_it, rest = places[action.stage], full[action.stage], for_weight[action.stage]
+                change = {Phase.F: all_of_it, Phase.B: -all_of_it, Phase.I: rest - all_of_it, Phase.W: -rest}
+                kept[place] += change[action.phase]
+                most[place] = max(most[place], kept[place])
+    return tuple(most)
 
 
 def _ranks_of_actions(schedule: Schedule) -> dict[Action, int]:
@@ -269,13 +269,7 @@ def _stuck(
     for missing, ranks in waiting.items():
         for rank in ranks:
             slot = schedule.orders[rank][next_slot[rank]]
-            if missing in slot.actions:
-                where = "which is overlapped with it"
-            elif missing not in rank_of:
-                where = "which no rank runs"
-            elif rank_of[missing] == rank:
-                where = "which the same rank runs later"
-            else:
-                where = f"which rank {rank_of[missing]} has not reached"
+            known = missing in rank_of
+            where = f"which rank {rank_of[missing]} has not reached" if known else "which no rank runs"
             faults.append((rank, f"rank {rank}: {slot} waits for {missing}, {where}"))
     return [text for _, text in sorted(faults)]

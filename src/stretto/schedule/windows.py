@@ -13,22 +13,19 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from stretto.ir.action import Phase, Slot
-from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.plan import Item, ItemKind, Window, shares_of
 from stretto.ir.program import Job, Op, Parameter
 
 
 def window_name(slot: Slot) -> str:
     """`1B`, or `1F+1B` for overlapped actions; `1F+1B=0,0` where these are of one microbatch."""
     text = "+".join(f"{action.stage}{action.phase}" for action in slot.actions)
-    shares = shares_of(slot)
+    shares = _shares(slot)
     return f"{text}={','.join(map(str, shares))}" if shares else text
 
 
-def shares_of(slot: Slot) -> tuple[int, ...]:
-    """`Window.shares` of a slot."""
-    places = [(action.stage, action.microbatch) for action in slot.actions]
-    result = tuple(places.index(place) for place in places)
-    return () if result == tuple(range(len(places))) else result
+def _shares(slot: Slot) -> tuple[int, ...]:
+    return shares_of((action.stage, action.microbatch) for action in slot.actions)
 
 
 def make_window(job: Job, slot: Slot) -> Window:
@@ -55,7 +52,7 @@ def make_window(job: Job, slot: Slot) -> Window:
             items.append(Item(ItemKind.OP, part, op.name))
             items.extend(Item(ItemKind.SEND, part, edge) for edge in leaving.get(op.name, ()))
         assert not arriving, f"window of {slot}: received values that no op reads: {arriving}"
-    return Window(window_name(slot), parts, tuple(items), shares_of(slot))
+    return Window(window_name(slot), parts, tuple(items), _shares(slot))
 
 
 def last_name(name: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,12 +73,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def latest_in(folder: Path) -> Path | None:
     """The checkpoint that the marker names, or else the one with the highest step; None without any. The
     marker names one of this folder: a path that leads out of it is none."""
-    try:
+    with suppress(OSError, ValueError):
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
         if _NAME.fullmatch(name) and is_full(folder / name):
             return folder / name
-    except (OSError, ValueError):
-        pass
     checkpoints = checkpoints_in(folder)
     return checkpoints[-1] if checkpoints else None
 

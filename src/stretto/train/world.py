@@ -45,10 +45,8 @@ class World:
 
     def device_words(self) -> str:
         """What the ranks compute on, in words."""
-        many = "s" if self.size > 1 else ""
-        if self.device.type == "cpu":
-            return f"{self.size} rank{many} of processors"
-        return f"{self.size} accelerator{many} ({torch.cuda.get_device_name(self.device)})"
+        name = "processors" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        return f"{self.size} rank{'s' if self.size > 1 else ''} of {name}"
 
     def all_gather(self, item: Said) -> list[Said]:
         """Every rank's item, by rank; all must call it."""

@@ -88,23 +88,13 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
 
 def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
     """Copies of one tensor are summed element by element."""
-
-    def full(of: Parameter) -> tuple[object, ...]:
-        return of.spec, of.own_dtype, of.shards
-
-    where = f"parameter {parameter.name}"
-    if full(first) != full(parameter):
-        kinds = f"({parameter.spec}, {_spread(parameter)}; {first.spec}, {_spread(first)})"
-        what = f"is one tensor with {first.name}, but is sharded or shaped differently {kinds}"
-        yield Fault(None, where, what, "Spread tied parameters alike")
-    if first.grads and parameter.grads and set(first.partial) != set(parameter.partial):
-        axes = f"({list(parameter.partial)}; {list(first.partial)})"
-        what = f"is one tensor with {first.name}, but their gradients are parts along different axes {axes}"
-        yield Fault(None, where, what, "Give both one style")
-
-
-def _spread(parameter: Parameter) -> str:
-    return " and ".join(f"{s.axis} along dim {s.dim}" for s in parameter.shards) or "not sharded"
+    both = bool(first.grads and parameter.grads)
+    one, other = (
+        (p.spec, p.own_dtype, p.shards, sorted(p.partial) if both else []) for p in (parameter, first)
+    )
+    if one != other:
+        what = f"is one tensor with {first.name}, but is shaped, sharded or summed otherwise ({one}; {other})"
+        yield Fault(None, f"parameter {parameter.name}", what, "Place tied parameters alike")
 
 
 HIGHEST = names("amax amin max min max.dim min.dim")

@@ -110,47 +110,24 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
         yield fault(window.items[first], what, "Move it behind all of that forward")
 
     # 4. Every read after what it reads.
-    brings = {value: edge for edge, value in arriving.items()}
     earlier = earlier_values(job, stage, phase.programs[0])
-    beside = _made_beside(plan, window, part)
-    missing_waits: set[int] = set()
+    comes: dict[str, int] = {}
+    for position, item in enumerate(window.items):
+        if item.kind is not ItemKind.SEND and item.part in (part, *window.mates(part)):
+            value = str(item.ref) if item.kind is ItemKind.OP else job.edges[int(item.ref)].value
+            if item.part == part or value in earlier:
+                comes.setdefault(value, position)
     for name, position in at[ItemKind.OP].items():
         for value in ops[str(name)].uses:
-            reader, reads = str(name), f"reads {value}"
-            if is_external(value) or (value not in ops and value not in brings and value in earlier):
-                made = beside.get(value, -1)
-                if made > position:
-                    by = f"{stage}{earlier[value]} of the same microbatch brings later, at item {made}"
-                    yield fault(reader, f"{reads}, which {by}", f"Move it after item {made}")
-            elif value in ops:
-                made = at[ItemKind.OP].get(value, -1)
-                if made > position:
-                    what = f"{reads}, which is made later, at item {made}"
-                    yield fault(reader, what, f"Move it after {value}")
-            elif value in brings:
-                edge = brings[value]
-                wait = at[ItemKind.WAIT].get(edge)
-                if wait is None and edge not in missing_waits:
-                    missing_waits.add(edge)
-                    what = f"{reads}, which edge e{edge} brings, but the window never waits for it"
-                    yield fault(reader, what, f"Add `wait e{edge}` before it")
-                elif wait is not None and wait > position:
-                    what = f"{reads} before `wait e{edge}`, which is later, at item {wait}"
-                    yield fault(reader, what, "Move the wait before it")
-            else:
-                what = f"{reads}, which no op before it makes and no edge brings to stage {stage}"
-                yield fault(reader, what, "Add an edge from the stage that makes it")
-
-
-def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
-    """Value -> the item that brings it, of the other parts of a part's stage and microbatch."""
-    mates = set(window.mates(part))
-    result: dict[str, int] = {}
-    for position, item in enumerate(window.items):
-        if item.part in mates and item.kind in (ItemKind.OP, ItemKind.WAIT):
-            of_op = item.kind is ItemKind.OP
-            result[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
-    return result
+            if (made := comes.get(value, -1)) > position:
+                what = f"reads {value}, which is made later, at item {made}"
+                yield fault(str(name), what, f"Move it after item {made}")
+            elif value in arriving.values() and value not in comes:
+                what = f"reads {value}, which an edge brings, but the window never waits for it"
+                yield fault(str(name), what, "Add the edge's wait before it")
+            elif not (is_external(value) or value in comes or value in ops or value in earlier):
+                what = f"reads {value}, which no op before it makes and no edge brings to stage {stage}"
+                yield fault(str(name), what, "Add an edge from the stage that makes it")
 
 
 def lifetime_faults(plan: Plan) -> list[Fault]:
