@@ -7,7 +7,7 @@ Tracing takes most of a capture, and is done once for all layouts of rows and ex
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Captures:
     device: torch.device | str | None = None
     tp_plan: Mapping[str, Any] | None = None
     equal_layers: bool = True
-    _traced: OrderedDict[str, tuple[Traced, Layout]] = field(default_factory=OrderedDict, init=False)
+    _traced: OrderedDict[str, Traced] = field(default_factory=OrderedDict, init=False)
 
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
@@ -86,7 +86,7 @@ class Captures:
         check_synchronised(self.model, parallel.dp)
         meshes = on_meshes(self.model, parallel, self.tp_plan)
         if meshes is None:
-            traced, layout = self._trace(parallel, degree)
+            traced = self._trace(parallel, degree)
             ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
             placement = split(traced, count, parallel.split, ranks)
         elif count != len(meshes.meshes):
@@ -94,8 +94,7 @@ class Captures:
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
         else:
-            layout = Layout(meshes.tensor_parallel(self.model))
-            traced = self._traced_now(parallel, layout, meshes)
+            traced = self._traced_now(parallel, Layout(meshes.tensor_parallel(self.model)), meshes)
             placement = place_on_meshes(traced, meshes)
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(
@@ -108,33 +107,29 @@ class Captures:
             overlap=parallel.overlap,
             recompute=parallel.recompute,
             split_ops=parallel.split_ops,
-            chunks=1 if layout.chunks is None else layout.chunks.degree,
+            chunks=degree or (1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree),
         )
         return on_job(job, parallel.skip_passes)
 
-    def _trace(self, parallel: ParallelSettings, degree: int | None) -> tuple[Traced, Layout]:
-        key = traced_by(parallel, degree)
-        if key in self._traced:
-            self._traced.move_to_end(key)
-        else:
-            layout = layout_of(self.model, parallel, self.tp_plan, degree)
-            self._keep(key, self._laid_out(parallel, layout), layout)
-        return self._traced[key]
+    def _trace(self, parallel: ParallelSettings, degree: int | None) -> Traced:
+        """All layouts are made of one trace of the plain model."""
 
-    def _keep(self, key: str, traced: Traced, layout: Layout) -> None:
-        self._traced[key] = traced, layout
+        def made() -> Traced:
+            layout = layout_of(self.model, parallel, self.tp_plan, degree)
+            rows = parallel.microbatches * parallel.dp
+            key = repr(("plain", layout.mixtures, parallel.skip_passes, rows))
+            plain = self._kept(key, lambda: self._traced_now(parallel, layout.traced))
+            return laid_out(plain, layout, self.model, parallel.skip_passes) if layout.by_passes else plain
+
+        return self._kept(traced_by(parallel, degree), made)
+
+    def _kept(self, key: str, make: Callable[[], Traced]) -> Traced:
+        if key not in self._traced:
+            self._traced[key] = make()
+        self._traced.move_to_end(key)
         while len(self._traced) > KEPT:
             self._traced.popitem(last=False)
-
-    def _laid_out(self, parallel: ParallelSettings, layout: Layout) -> Traced:
-        """All layouts are made of one trace of the plain model."""
-        rows = parallel.microbatches * parallel.dp
-        key = repr(("plain", layout.mixtures, parallel.skip_passes, rows))
-        if key not in self._traced:
-            self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
-        self._traced.move_to_end(key)
-        plain = self._traced[key][0]
-        return laid_out(plain, layout, self.model, parallel.skip_passes) if layout.by_passes else plain
+        return self._traced[key]
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
         return trace(

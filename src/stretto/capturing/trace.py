@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,11 +77,6 @@ class _TraceSetup:
     layout: Layout
     skip_passes: Collection[str]
     meshes: OnMeshes | None
-
-    def fake_state(self) -> AbstractContextManager[None]:
-        """As `torch_adapter.fake_state`, for this model."""
-        parts = part_shapes(self.model, self.layout.tensor)
-        return torch_adapter.fake_state(self.model, self.mode, self.at, self.param_dtype, parts)
 
 
 @rarely_collected()
@@ -231,8 +226,9 @@ def _exported(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     ties = {name: first.setdefault(id(p), name) for name, p in parameters.items()}
+    parts = part_shapes(model, layout.tensor)
     with (
-        setup.fake_state(),
+        torch_adapter.fake_state(model, setup.mode, setup.at, setup.param_dtype, parts),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
         as_one_op(model, layout.mixtures),
     ):
