@@ -224,9 +224,9 @@ def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
         simulate(replace(plan, orders=tuple(orders)))
     text = str(refused.value)
     assert "rank 0, run 0B:0: deadlock: waits for e1:0 (" in text
-    assert "which rank 1 has not sent (rank 1 is at `run 1F:0`)" in text
+    assert "which rank 1 has not sent. " in text
     assert "rank 1, run 1F:0: deadlock: waits for e0:0 (" in text
-    assert "whose receive rank 1 has not posted (rank 0 is at `run 0B:0`)" in text
+    assert "whose receive rank 1 has not posted. " in text
 
 
 def test_receives_in_another_order_than_the_sends_stop_the_plan() -> None:

@@ -291,7 +291,7 @@ REPEATED: list[Row] = [
     (op(0, "fm0.0_again", repeats="d0"), "stage 0I, fm0.0_again", "does not have in F"),
     (op(0, "fm0.0_again", repeats="fr0.0"), "stage 0I, fm0.0_again", "instead of"),
     (op(0, "fm0.0_again", repeats="fm0.1"), "stage 0I, fm0.0_again", "other arguments"),
-    (op(0, "fm0.0_again", random=True), "stage 0I, fm0.0_again", "draws at random"),
+    (op(0, "fm0.0_again", random=True), "stage 0I, fm0.0_again", "random = True"),
     (op(0, "fm0.0_again", args=(Ref("batch/x"),)), "stage 0I, fm0.0_again", "other arguments"),
     (op(0, "fm0.0_again", outputs=(replace(SLICE, dtype="float64"),)), "stage 0I, fm0.0_again", "instead of"),
     (constants(0.0, -0.0), "stage 0I, fm0.0_again", "other arguments"),

@@ -106,8 +106,7 @@ def run_tool(name: str, arguments: Sequence[str], batch: Sequence[str] = ()) -> 
     """Run `ip` or `tc` to its end and return what it printed. `batch` has command lines for `-batch -`.
     Raises StrettoError with the command and the tool's own words when it fails."""
     path = find_tool(name)
-    if path is None:
-        raise StrettoError(f"`{name}` is not installed: {INSTALL}")
+    assert path is not None, "who runs a lab has looked (`missing`)"
     try:
         done = subprocess.run(
             [path, *arguments],

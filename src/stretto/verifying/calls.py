@@ -49,21 +49,21 @@ def repeat_faults(plan: Plan) -> Iterator[Fault]:
 
 def _differs(first: Op, op: Op, again: dict[str, str]) -> str:
     """In words, how a repeated op differs from the first; "" if it does not."""
-    if op.target != first.target:
-        return f"is {op.target} instead of {first.target}"
-    if op.outputs != first.outputs:
-        return f"gives {', '.join(map(str, op.outputs))} instead of {', '.join(map(str, first.outputs))}"
-    if op.random != first.random:
-        return f"{'draws' if op.random else 'does not draw'} at random"
+    for what, said, was in (
+        ("calls", op.target, first.target),
+        ("gives", ", ".join(map(str, op.outputs)), ", ".join(map(str, first.outputs))),
+        ("has random =", op.random, first.random),
+    ):
+        if said != was:
+            return f"{what} {said} instead of {was}"
 
     def same(old: Arg, new: Arg) -> bool:
         if isinstance(old, tuple) and isinstance(new, tuple):
             return len(old) == len(new) and all(map(same, old, new))
         if isinstance(old, Ref) and isinstance(new, Ref):
             return new.name == old.name or again.get(new.name) == old.name
-        return type(old) is type(new) and repr(old) == repr(
-            new
-        )  # NaN is not equal to itself, and 0.0 is to -0.0
+        # NaN is not equal to itself, and 0.0 is to -0.0.
+        return type(old) is type(new) and repr(old) == repr(new)
 
     if not same((first.args, first.kwargs), (op.args, op.kwargs)):
         return "is given other arguments"

@@ -187,11 +187,5 @@ class _Walk:
     def stuck(self, rank: int) -> Fault:
         event = self.traces[rank][self.heads[rank]]
         transport = " on a transport without buffers" if self.rendezvous else ""
-        others = "; ".join(
-            f"rank {other} is at `{trace[self.heads[other]].instruction}`"
-            for other, trace in enumerate(self.traces)
-            if other != rank and self.heads[other] < len(trace)
-        )
         what = f"deadlock{transport}: waits for {self.blocked(event)}"
-        cure = CURES.get(event.kind, "Move this wait later")
-        return event.fault(what + (f" ({others})" if others else ""), cure)
+        return event.fault(what, CURES.get(event.kind, "Move this wait later"))
