@@ -180,7 +180,8 @@ def job_of(found: Traced, stages: int, microbatches: int, how: Any = "auto") -> 
 
 def evenly(found: Traced, stages: int, microbatches: int) -> Job:
     """Cut with no regard to modules and costs: harder than what a user would choose."""
-    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    origins = [origin for _, origin in found.program.ops]
+    at = sorted({origin.segment for origin in origins if not origin.backward and origin.segment})
     cuts = [at[len(at) * k // stages] for k in range(1, stages)]
     return cut(found, place(found, stages, cuts), stages, microbatches)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.dispatch_adapter import resolve
-from stretto.capturing.laid_out import program_of
 from stretto.capturing.trace import trace
 from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.attention import rules_of_chunks, shared
@@ -57,7 +56,7 @@ class Windows(nn.Module):
 @pytest.mark.parametrize("members", [(1, 1, 1, 1), (2, 1, 1), (1, 3)], ids=str)
 def test_members_of_a_made_up_axis_one_behind_another_are_the_step(members: Sequence[int]) -> None:
     model, x = Windows().double(), torch.randn(12, 8).double()
-    program = program_of(trace(model, x, lambda m, rows: m(rows)))
+    program = trace(model, x, lambda m, rows: m(rows)).program
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
     made = shard(program, "turns", sum(members), {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     unrolled = unroll(made, "turns", members)
@@ -73,7 +72,7 @@ def test_members_of_a_made_up_axis_one_behind_another_are_the_step(members: Sequ
 
 def test_what_draws_is_drawn_once_and_keeps_its_name() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 2))
-    program = program_of(trace(model, torch.zeros(12, 8), lambda m, rows: m(rows).square().sum()))
+    program = trace(model, torch.zeros(12, 8), lambda m, rows: m(rows).square().sum()).program
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
     made = shard(program, "turns", 3, {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     one, other = (
