@@ -212,22 +212,27 @@ class TrainSettings(Settings):
 
 def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
-    model, parallel, training = settings.model, settings.parallel, settings.training
-    length = settings.data.sequence_length
+    model, parallel, training, task = settings.model, settings.parallel, settings.training, settings.task
+    length, split = settings.data.sequence_length, parallel.split
     each = parallel.virtual_stages if isinstance(parallel.virtual_stages, int) else 1
     stages, made = parallel.stages or parallel.pp * each, f"parallel.pp = {parallel.pp}"
     if parallel.stages is not None:
         made = f"parallel.stages = {stages}"
     elif each > 1:
         made += f" times parallel.virtual_stages = {each}"
-    if settings.task is not None:
-        # What of the model fits its layout, its capture says.
-        longest, what, layers, heads = length, "", stages, parallel.tp
-    elif isinstance(model, DecoderSettings):
+    # What of a model of others fits its layout, its capture says.
+    longest, what, layers, heads = length, "", stages, parallel.tp
+    faults: list[str] = []
+    if task is None and isinstance(model, DecoderSettings):
         longest, what, layers, heads = model.context, "model.context", model.layers, model.heads
-    else:
+        if isinstance(split, str) and split != "auto" and (written := read_stages(split)).layers != layers:
+            faults.append(
+                f"parallel.split = {split!r} has {written.layers} layers, but model.layers = {layers}: write "
+                f"{written.with_layers(layers).text!r}"
+            )
+    elif isinstance(model, HuggingFaceSettings):
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"
-        longest, layers, heads = given if isinstance(given, int) else length, stages, parallel.tp
+        longest = given if isinstance(given, int) else length
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
@@ -241,7 +246,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
         (
-            parallel.split == "auto" and max(stages, parallel.pp) > layers,
+            split == "auto" and max(stages, parallel.pp) > layers,
             f"{made} must not be above model.layers = {layers}: every rank and every stage needs a block",
         ),
         (
@@ -261,31 +266,16 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             "sequence_parallel gives each rank an equal part",
         ),
     )
-    faults = [fault for wrong, fault in checked if wrong]
-    text = parallel.split
-    if (
-        isinstance(text, str)
-        and text != "auto"
-        and settings.task is None
-        and isinstance(model, DecoderSettings)
-    ):
-        stages_of_text = read_stages(text)
-        if stages_of_text.layers != model.layers:
-            faults.append(
-                f"parallel.split = {text!r} has {stages_of_text.layers} layers, but model.layers = "
-                f"{model.layers}: write {stages_of_text.with_layers(model.layers).text!r}"
-            )
-    # A task's file may register families of its own, and is read later.
-    unknown = unknown_schedule(parallel.schedule) if settings.task is None else ""
-    if unknown:
-        faults.append(f"parallel.schedule = {parallel.schedule!r}: {unknown}")
-    if settings.task is not None:
-        given = (("model", model != GPTSettings()), ("data", settings.data != DataSettings()))
+    faults += [fault for wrong, fault in checked if wrong]
+    if task is not None:  # its file may register families of its own, and is read later
+        of_text = (("model", model != GPTSettings()), ("data", settings.data != DataSettings()))
         return faults + [
-            f"{key} is of text, and task.file = {settings.task.file!r} has its own: take out [{key}]"
-            for key, wrong in given
+            f"{key} is of text, and task.file = {task.file!r} has its own: take out [{key}]"
+            for key, wrong in of_text
             if wrong
         ]
+    if unknown := unknown_schedule(parallel.schedule):
+        faults.append(f"parallel.schedule = {parallel.schedule!r}: {unknown}")
     return [*faults, *faults_of_experts(model, parallel, length, training.global_batch // pieces)]
 
 
