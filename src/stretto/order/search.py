@@ -3,7 +3,7 @@
     1. A point describes how a scope is walked: by urgencies (`order.list_scheduler`), or in given orders
        (`order.walk`). A scope is a window by itself, or a step in which each rank has one window; there is no
        other difference between the two.
-    2. From the best point so far, moves make others: `new_urgencies`, `ForwardBackward`.
+    2. From the best point so far, moves make others (`ForwardBackward`).
     3. A point is kept unless what is ordered takes longer. Of equal ones the one with less memory is.
     4. The search ends where the order is close to what no order can beat, where nothing was gained for a
        while, and where its budget of walks is spent.
@@ -18,10 +18,10 @@ import heapq
 import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import TypeVar
 
 from stretto.ir.plan import Plan
 from stretto.order.depend import Role
@@ -30,8 +30,6 @@ from stretto.order.rank_window import RankWindow
 from stretto.order.resources import StepResources, WindowResources
 from stretto.order.walk import GivenOrder, LaneWalk, WalkResult, walk
 from stretto.passes.step import Watch
-
-T = TypeVar("T")
 
 GAIN = 0.0005
 """Share of what is ordered that counts as a gain. Assumed."""
@@ -82,47 +80,30 @@ class SearchScope:
 
 
 class WalkBudget:
-    """left: walks that may be made; spent: those that were. best: of all searches that share the budget, with
-    its scope. watch: takes lines of progress; bound_us: what no order beats, where that is known."""
+    """left: walks that may be made; spent: those that were. watch: takes lines of progress; bound_us: what no
+    order beats, where that is known."""
 
     def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0) -> None:
         self.left = self.allowed = left
         self.spent = 0
-        self.best: tuple[SearchScope, WalkResult] | None = None
         self.bound_us = bound_us
         self._watch = watch or Watch()
 
-    def spend(self) -> None:
-        """A walk is made."""
+    def spend(self, best: WalkResult | None) -> None:
+        """A walk is made. best: that of its search so far."""
         self.spent += 1
         self.left = max(0, self.left - 1)
-        if self.best is not None:
-            self._watch.still(self._progress)
+        if best is not None:
+            self._watch.still(partial(self._progress, best.step_us))
 
-    def _progress(self) -> str:
-        assert self.best is not None
-        best_us = self.best[1].step_us
+    def _progress(self, best_us: float) -> str:
         of_bound = f", {best_us / self.bound_us:.3f} of the bound" if self.bound_us else ""
         best = f"best {best_us / 1000:.1f} ms{of_bound}"
         return f"{self.spent} of at most {self.allowed} orders walked, {best}"
 
-    def set_aside(self, part: float) -> int:
-        """Take a part away, for later; how much it is."""
-        aside = int(part * self.left)
-        self.left -= aside
-        return aside
-
-    def shared(self, many: Sequence[T]) -> Iterator[T]:
-        """Each when its turn comes, with an equal share; what one leaves goes to those behind it."""
-        for at, one in enumerate(many):
-            behind = len(many) - 1 - at
-            aside = self.set_aside(behind / (behind + 1))
-            yield one
-            self.left += aside
-
 
 class OrderSearch:
-    """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
+    """A search. best: the walk from which it goes on, None where no point was walked to its end; groups:
     (rank, nodes) of what changes together (`RankWindow.stretches`); stale: walks since the last gain."""
 
     best: WalkResult | None = None
@@ -132,7 +113,6 @@ class OrderSearch:
     def __init__(self, scope: SearchScope, budget: WalkBudget) -> None:
         self.scope = scope
         self.budget = budget
-        self.point = SearchPoint()
         self.draw = random.Random(0)
         windows = enumerate(scope.windows)
         self.groups = [(rank, group) for rank, window in windows for group in window.stretches]
@@ -144,17 +124,14 @@ class OrderSearch:
 
     def tried(self, point: SearchPoint) -> bool:
         """Step 3; whether the point is kept."""
-        self.budget.spend()
+        self.budget.spend(self.best)
         self.stale += 1
         result = self.scope.walk(point, self.measure_us)
         if result is None or not self._improves(point, result):
             return False
         if result.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = result.measure_us, 0
-        self.best, self.point = result, point
-        before = self.budget.best
-        if before is None or result.measure_us <= before[1].measure_us:
-            self.budget.best = self.scope, result
+        self.best = result
         return True
 
     def _improves(self, point: SearchPoint, result: WalkResult) -> bool:
@@ -176,43 +153,14 @@ class OrderSearch:
         """Whether there is nothing to gain, or no walk left."""
         return self.close or not self.budget.left
 
-    def go(self, move: Move, most: int, stale: int) -> OrderSearch:
-        """So many moves at most, and so many walks without a gain; itself."""
+    def go(self, move: ForwardBackward, stale: int) -> OrderSearch:
+        """Until there were so many walks without a gain; itself."""
         self.stale = 0
-        for _ in range(most if self.best is not None else 0):
-            if self.ended or self.stale >= stale:
-                break
+        while self.best is not None and not self.ended and self.stale < stale:
             for point in move(self):
                 if not self.ended:
                     self.tried(point)
         return self
-
-
-Move = Callable[[OrderSearch], Iterable[SearchPoint]]
-"""Neighbours of where a search has come."""
-
-
-def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
-    """A move: another urgency of one to three stretches of ops, or of all ops of some actions. Urgency
-    changes for a full stretch, since what counts is which communication is reached first."""
-    draw, point, windows = search.draw, search.point, search.scope.windows
-    urgency = [list(of_rank) for of_rank in point.urgency]
-    change_us = search.scope.change_us
-    if draw.random() < 0.5 or all(len(window.microbatches) == 1 for window in windows):
-        for _ in range(draw.choice((1, 1, 2, 3))):
-            rank, group = draw.choice(search.groups)
-            by_us = draw.gauss(0.0, change_us)
-            for index in group:
-                urgency[rank][index] += by_us
-    else:
-        for _ in range(draw.choice((1, 1, 2))):
-            rank = draw.randrange(len(windows))
-            part = draw.randrange(len(windows[rank].microbatches))
-            by_us = draw.gauss(0.0, draw.choice((0.25, 1.25)) * change_us)
-            for index, node in enumerate(windows[rank].graph.nodes):
-                if node.item.part == part:
-                    urgency[rank][index] += by_us
-    yield replace(point, urgency=tuple(urgency))
 
 
 class ForwardBackward:

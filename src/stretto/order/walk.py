@@ -64,7 +64,7 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
     most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
-            rank.last_us = most_us - rank.window.work_us
+            rank.last_us = most_us - rank.graph.work_us
             rank.begin()
         resources.clock.run()
     except TooLongError:
