@@ -30,7 +30,6 @@ from stretto.ir.program import WAIT, Job
 from stretto.order.depend import Role, WindowGraph, make_graph
 from stretto.order.rank_window import make_rank_window
 from stretto.order.search import (
-    ForwardBackward,
     OrderSearch,
     SearchPoint,
     SearchScope,
@@ -134,7 +133,7 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(window.stretches))
     search = OrderSearch(replace(fine, windows=(window,), change_us=CHANGE * typical_us), budget)
     search.tried(SearchPoint((urgencies(graph),)))
-    search.go(ForwardBackward((window,)), STALE_WALKS)
+    search.improve(STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
 

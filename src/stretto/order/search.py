@@ -3,7 +3,7 @@
     1. A point describes how a scope is walked: by urgencies (`order.list_scheduler`), or in given orders
        (`order.walk`). A scope is a window by itself, or a step in which each rank has one window; there is no
        other difference between the two.
-    2. From the best point so far, moves make others (`ForwardBackward`).
+    2. From the best point so far, moves make others: `new_urgencies`, then `ForwardBackward`.
     3. A point is kept unless what is ordered takes longer. Of equal ones the one with less memory is.
     4. The search ends where the order is close to what no order can beat, where nothing was gained for a
        while, and where its budget of walks is spent.
@@ -18,7 +18,7 @@ import heapq
 import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -103,7 +103,7 @@ class WalkBudget:
 
 
 class OrderSearch:
-    """A search. best: the walk from which it goes on, None where no point was walked to its end; groups:
+    """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
     (rank, nodes) of what changes together (`RankWindow.stretches`); stale: walks since the last gain."""
 
     best: WalkResult | None = None
@@ -113,6 +113,7 @@ class OrderSearch:
     def __init__(self, scope: SearchScope, budget: WalkBudget) -> None:
         self.scope = scope
         self.budget = budget
+        self.point = SearchPoint()
         self.draw = random.Random(0)
         windows = enumerate(scope.windows)
         self.groups = [(rank, group) for rank, window in windows for group in window.stretches]
@@ -131,7 +132,7 @@ class OrderSearch:
             return False
         if result.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = result.measure_us, 0
-        self.best = result
+        self.best, self.point = result, point
         return True
 
     def _improves(self, point: SearchPoint, result: WalkResult) -> bool:
@@ -153,7 +154,15 @@ class OrderSearch:
         """Whether there is nothing to gain, or no walk left."""
         return self.close or not self.budget.left
 
-    def go(self, move: ForwardBackward, stale: int) -> OrderSearch:
+    def improve(self, stale: int) -> None:
+        """Step 2: either kind of move with half of the walks, until so many were without a gain."""
+        aside = self.budget.left // 2
+        self.budget.left -= aside
+        self.go(new_urgencies, stale)
+        self.budget.left += aside
+        self.go(ForwardBackward(self.scope.windows), stale)
+
+    def go(self, move: Move, stale: int) -> OrderSearch:
         """Until there were so many walks without a gain; itself."""
         self.stale = 0
         while self.best is not None and not self.ended and self.stale < stale:
@@ -161,6 +170,33 @@ class OrderSearch:
                 if not self.ended:
                     self.tried(point)
         return self
+
+
+Move = Callable[[OrderSearch], Iterable[SearchPoint]]
+"""Neighbours of where a search has come."""
+
+
+def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
+    """A move: another urgency of one to three stretches of ops, or of all ops of some actions. Urgency
+    changes for a full stretch, since what counts is which communication is reached first."""
+    draw, windows = search.draw, search.scope.windows
+    urgency = [list(of_rank) for of_rank in search.point.urgency]
+    change_us = search.scope.change_us
+    if draw.random() < 0.5 or all(len(window.microbatches) == 1 for window in windows):
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            rank, group = draw.choice(search.groups)
+            by_us = draw.gauss(0.0, change_us)
+            for index in group:
+                urgency[rank][index] += by_us
+    else:
+        for _ in range(draw.choice((1, 1, 2))):
+            rank = draw.randrange(len(windows))
+            part = draw.randrange(len(windows[rank].microbatches))
+            by_us = draw.gauss(0.0, draw.choice((0.25, 1.25)) * change_us)
+            for index, node in enumerate(windows[rank].graph.nodes):
+                if node.item.part == part:
+                    urgency[rank][index] += by_us
+    yield SearchPoint(tuple(urgency))
 
 
 class ForwardBackward:

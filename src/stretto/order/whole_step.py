@@ -25,7 +25,6 @@ from stretto.ir.program import Job
 from stretto.order.depend import Role, make_graph
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.search import (
-    ForwardBackward,
     OrderSearch,
     SearchPoint,
     SearchScope,
@@ -95,7 +94,7 @@ def order_together(
         _begin(search, plan, each_us)
         if walks is None:
             budget.left = int(budget.left * _wide(search, bound_us))
-        search.go(ForwardBackward(scope.windows), STALE_WALKS)
+        search.improve(STALE_WALKS)
     except KeyboardInterrupt as error:
         if search.best is None or watch is None:
             raise
