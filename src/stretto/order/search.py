@@ -210,8 +210,7 @@ class ForwardBackward:
        with what begins first as the most urgent.
     3. Where the last move was in vain, ends are a little off, by another draw for each stretch of ops.
 
-    The backward pass is rougher than the walk: lanes take one thing at a time, for as long as it took in the
-    walk, and nothing slows another.
+    The backward pass is rougher than the walk: lanes take one thing at a time, and nothing slows another.
     """
 
     def __init__(self, windows: Sequence[RankWindow]) -> None:
@@ -264,7 +263,7 @@ class ForwardBackward:
 
         def can_go(key: RankNode) -> None:
             rank, index = key
-            end_us = walked.timings[rank].ends_us[index] + off_us.get(key, 0.0)
+            end_us = walked.ends_us[rank][index] + off_us.get(key, 0.0)
             heapq.heappush(ready, (-end_us, -index, rank))
 
         def processed(key: RankNode) -> None:
@@ -289,22 +288,21 @@ class ForwardBackward:
     def _begin_us(
         self, rank: int, index: int, walked: WalkResult, begins: Sequence[Sequence[float]], lanes: Lanes
     ) -> float:
-        graph, timing, end_us = self._graphs[rank], walked.timings[rank], walked.step_us
+        graph, end_us = self._graphs[rank], walked.step_us
         node, mine = graph.nodes[index], begins[rank]
         lane_end_us = end_us
         for user in graph.after[index]:
             end_us = min(end_us, mine[user])
             if graph.nodes[user].start == index and graph.nodes[user].role is Role.FINISH:
                 lane_end_us = min(lane_end_us, mine[user])
-        work_us = node.work_us * timing.stretch
         if node.role is Role.START:
-            goes_us = lanes[rank, node.lane].put(lane_end_us, timing.lane_us.get(index, node.time_us))
-            end_us = min(end_us, goes_us + work_us)  # it goes to its lane with its start
+            goes_us = lanes[rank, node.lane].put(lane_end_us, node.time_us)
+            end_us = min(end_us, goes_us + node.work_us)  # it goes to its lane with its start
         elif (rank, index) in self._arrives:
             receiver, receive = self._arrives[rank, index]
             arrives_us = begins[receiver][receive]
             end_us = min(end_us, lanes[rank, f"to {receiver}"].put(arrives_us, node.time_us))
-        return lanes[rank, ""].put(end_us, work_us) if work_us else end_us
+        return lanes[rank, ""].put(end_us, node.work_us) if node.work_us else end_us
 
 
 class _Lane:
