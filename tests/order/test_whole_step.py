@@ -22,7 +22,7 @@ from stretto.order.policies import list_order
 from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
 from stretto.order.search import ForwardBackward, OrderSearch, SearchPoint, SearchScope, WalkBudget
 from stretto.order.walk import WalkResult, replay
-from stretto.order.whole_step import EFFORT, StepGraphs, order_together
+from stretto.order.whole_step import EFFORT, order_together, rank_windows
 from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -111,7 +111,7 @@ def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, OrderSe
     """A step with long collectives and urgencies that were drawn, and a search that has come there."""
     plan = whole_plan(*job_of(collective_us=300.0))
     draw = random.Random(0)
-    scope = SearchScope(StepGraphs.of(plan).rank_windows(0.0005), enough_us, 1000.0, plan)
+    scope = SearchScope(rank_windows(plan, little=0.0005), enough_us, 1000.0, plan)
     search = OrderSearch(scope, WalkBudget(walks + 1))
     urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.windows)
     assert search.tried(SearchPoint(urgency))
@@ -262,7 +262,7 @@ def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_e
     full_values = search.scope.windows
 
     def improved(search: OrderSearch) -> WalkResult:
-        best = search.go(ForwardBackward(full_values), 100, 100).best
+        best = search.go(ForwardBackward(full_values), 100).best
         assert best is not None
         return best
 
@@ -283,7 +283,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(
     stages: int, collective_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, costs = job_of(stages=stages, collective_us=collective_us)
-    monkeypatch.setattr(whole_step, "MOVES", 30)
+    monkeypatch.setattr(whole_step, "STALE_WALKS", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values() if window.actions)
     verify(plan)

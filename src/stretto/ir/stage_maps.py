@@ -120,9 +120,8 @@ def stage_ranks_of(schedule: str | Schedule, ranks: int, stages: int) -> tuple[i
     if isinstance(schedule, Schedule):
         return schedule.stage_ranks if schedule.stages == stages else None
     each, left = divmod(stages, ranks)
-    return (
-        None if left else (ONE_EACH if is_own(schedule) else stage_map_of(schedule)).stage_ranks(ranks, each)
-    )
+    places = ONE_EACH if is_own(schedule) else stage_map_of(schedule)
+    return None if left else places.stage_ranks(ranks, each)
 
 
 def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:

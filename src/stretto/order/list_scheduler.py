@@ -3,8 +3,7 @@
 The order is legal, and the same for the same graph and urgencies.
 
     1. A send that can go, goes, and so does a gradient reduction. Of the ops whose values exist the most
-       urgent is next, but before those for which the lane would have to wait until the slowest rank of its
-       pipeline rank has done its part of a collective; and before those that take more memory than is left.
+       urgent is next, but before those that take more memory than is left.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
        more: lanes keep their order, and something more urgent may be ready after the op.
     3. If there is nothing to do, the compute lane waits until something arrives.
@@ -19,7 +18,6 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 
 from stretto.order.depend import Role
 from stretto.order.rank_window import RankWindow, WindowMemory
@@ -114,12 +112,12 @@ class ListScheduler(LaneWalk):
             self._done(index)
 
     def _soonest(self) -> int:
-        """Step 1: not one for which the lane would wait, or that takes more memory than there is, if there is
-        another. Of those that take more, the one after which least is left allocated."""
+        """Step 1: not one that takes more memory than there is, if there is another. Of those that take more,
+        the one after which least is left allocated."""
         aside: list[tuple[float, int]] = []
         while self._ready:
             entry = heapq.heappop(self._ready)
-            if not self._over(entry[1]) and self._late_us(entry[1]) <= 0.0:
+            if not self._over(entry[1]):
                 break
             aside.append(entry)
         else:
@@ -135,15 +133,6 @@ class ListScheduler(LaneWalk):
         if memory is None or memory.now + self.window.most_bytes[index] <= self._limit_bytes:
             return 0
         return max(0, self.window.most_bytes[index] - memory.frees(index))
-
-    def _late_us(self, index: int) -> float:
-        """How long the lane would wait for the slowest rank of its pipeline rank before this op."""
-        landed_us = -inf
-        for needed in self.window.needs[index]:
-            start = self.graph.nodes[needed].start
-            if start >= 0 and not self._placed[needed]:
-                landed_us = max(landed_us, self._started[start].done_us)
-        return self._straggler.late_us(self._clock.now_us - landed_us)
 
     def _dry(self, work_us: float) -> int | None:
         """Step 2, before the next op of so much work."""

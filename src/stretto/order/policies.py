@@ -9,8 +9,7 @@ Stretto's own order one window by itself:
 
 1. The captured order, and list orders (`order.list_scheduler`) with the longest path as urgency. The memory
    limit is kept wherever something else than what would exceed it can run.
-2. From the best of these the search (`order.search`) goes on by other urgencies, then by forward-backward
-   improvement.
+2. From the best of these the search (`order.search`) goes on.
 3. A window's last run has another measure: the end of the step comes when the last gradient reduction is done
    (`early_reductions`).
 """
@@ -31,12 +30,10 @@ from stretto.ir.program import WAIT, Job
 from stretto.order.depend import Role, WindowGraph, make_graph
 from stretto.order.rank_window import make_rank_window
 from stretto.order.search import (
-    ForwardBackward,
     OrderSearch,
     SearchPoint,
     SearchScope,
     WalkBudget,
-    new_urgencies,
 )
 from stretto.order.walk import replay
 
@@ -56,7 +53,7 @@ FEWEST = 30
 """Walks of even the largest window. Assumed."""
 
 STALE_WALKS = 100
-"""Walks without a gain that end a move of the search. Assumed."""
+"""Walks without a gain that end the search. Assumed."""
 
 CHANGE = 2.0
 """By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops.
@@ -136,8 +133,7 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(window.stretches))
     search = OrderSearch(replace(fine, windows=(window,), change_us=CHANGE * typical_us), budget)
     search.tried(SearchPoint((urgencies(graph),)))
-    search.go(new_urgencies, budget.left // 2, STALE_WALKS)
-    search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
+    search.improve(STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
 

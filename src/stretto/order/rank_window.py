@@ -36,11 +36,6 @@ class RankWindow:
     after: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def work_us(self) -> float:
-        """All work on the compute lane."""
-        return self.graph.work_us
-
-    @cached_property
     def most_bytes(self) -> tuple[int, ...]:
         """By node, what it allocates with all that is placed with it, at most."""
         return tuple(sum(map(self.memory.allocates.__getitem__, needs)) for needs in self.needs)

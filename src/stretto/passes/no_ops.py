@@ -57,7 +57,7 @@ def no_ops(graph: Graph) -> Graph:
     work = _NoOps(graph)
     for op in graph.ops:
         work.add(op)
-    if not work.changed:
+    if work.ops == list(graph.ops):
         return graph
     roots = {work.same.get(root, root) for root in graph.roots}
     return rebuilt(graph, live(work.ops, roots), work.same)
@@ -74,7 +74,6 @@ class _NoOps:
     made: dict[str, Op] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     users: Mapping[str, list[Op]] = field(default_factory=dict)
-    changed: bool = False
 
     def __post_init__(self) -> None:
         self.users = self.graph.users()
@@ -88,10 +87,8 @@ class _NoOps:
         # A root stays a value that an op makes: an external one would be a gradient without a place.
         if source is not None and not (op.name in self.graph.roots and is_external(source)):
             self.same[op.name] = source
-            self.changed = True
             return
         now = self._one_reshape(now)
-        self.changed = self.changed or now != op
         if now.alias is not None:
             given = _given(now)
             self.owners[op.name] = self.owners.get(given, given)

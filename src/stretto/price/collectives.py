@@ -162,20 +162,16 @@ def collective_curve(kind: str, group: Group, fabric: Fabric) -> Curve:
     )
 
 
-def bus_bytes_per_us(group: Group, fabric: Fabric) -> float:
-    """Bus rate of a ring through all members: the slower of the links in a node and of the network cards of
-    the members there (those of others serve the groups of others)."""
-    within = fabric.bus_bytes_per_us(group.per_node) if group.per_node > 1 else math.inf
-    return within if group.nodes == 1 else min(within, _cards(group, fabric))
-
-
 def _cards(group: Group, fabric: Fabric) -> float:
     return fabric.nic_bytes_per_us * fabric.nic_efficiency * group.per_node
 
 
 def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
     n, k, m = group.size, group.per_node, group.nodes
-    bus = bus_bytes_per_us(group, fabric)
+    # Of a ring through all members: the slower of the links in a node and of the network cards of the members
+    # there (those of others serve the groups of others).
+    bus = fabric.bus_bytes_per_us(k) if k > 1 else math.inf
+    bus = bus if m == 1 else min(bus, _cards(group, fabric))
     direct = fabric.topology == "mesh"
     if kind.route == "pair":
         rate = fabric.pair_bytes_per_us() if m == 1 else fabric.nic_bytes_per_us * fabric.nic_efficiency
