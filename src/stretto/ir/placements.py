@@ -62,12 +62,8 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSp
 KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
-OWN_REDUCTIONS = ATTENTION.union(
-    ATTENTION_BACKWARD,
-    ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default"),
-)
-"""What the cross-entropy over a sharded vocabulary does along it, and attention to the keys that a rank has,
-whose results are merged."""
+OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
+"""What the cross-entropy over a sharded vocabulary does along it."""
 
 FILLS = frozenset(
     f"aten.{name}.default"
@@ -89,6 +85,18 @@ def _is_zero(op: Op) -> bool:
         return True
     at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(name)
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
+
+
+def _to_own_keys(op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> bool:
+    """Whether it is attention to the keys that a rank has, whose results are merged: nothing is sharded but
+    rows of queries, and keys."""
+    tensors = 3 if op.target in ATTENTION else 4  # (batch, heads, rows, features)
+    rows = (
+        kept.kind in ("equal", "local")
+        or any(dim == 2 if k < tensors else dim >= len(spec.shape) - 2 for dim, _ in kept.at)
+        for k, (kept, spec) in enumerate(zip(given, specs, strict=True))
+    )
+    return op.target in ATTENTION | ATTENTION_BACKWARD and all(rows)
 
 
 def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
@@ -221,12 +229,13 @@ class Placer:
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
-            given = [all_cuts(kept, spec) for kept, spec in zip(given, specs, strict=True)]
+            if all(kept.kind == "part" for kept in given):
+                given = [all_cuts(kept, spec) for kept, spec in zip(given, specs, strict=True)]
         rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
-            if op.target in OWN_REDUCTIONS:
+            if _to_own_keys(op, given, specs):
                 return (LOCAL,) * len(op.outputs)
             return with_local(rule, names, given, op)
         if rule is None:
@@ -245,7 +254,7 @@ class Placer:
             except RefusedError:
                 if along:
                     return (Placement("part", along),)
-                if op.target in OWN_REDUCTIONS:
+                if op.target in OWN_REDUCTIONS or _to_own_keys(op, given, specs):
                     return (LOCAL,) * len(op.outputs)
                 raise
             if along:
