@@ -124,7 +124,11 @@ def _in_chunks(lengths: tuple[int, ...], blocks: int, op: Op, given: OpGiven) ->
         inputs = placed(op, given, rows, of_keys, REPLICATED)
         made = rows if blocks > 1 and same else of_keys
         if inputs is not None:
-            emit = partial(_emit_chunks, over, Choice(inputs, results_of(op, BEHIND, made)))
+            cut = tuple(
+                BEHIND if at == rows and k not in (first + 1, first + 2) else at
+                for k, at in enumerate(inputs)
+            )
+            emit = partial(_emit_chunks, over, Choice(cut, results_of(op, BEHIND, made)))
             yield Choice(inputs, results_of(op, rows, made), emit)
 
 
@@ -133,7 +137,7 @@ def _emit_chunks(
 ) -> Sequence[str]:
     """cut: of what chunks are made, and how they are cut from what the op makes."""
     joined = [
-        out.converted(x, BEHIND, REPLICATED, ()) if at.is_sharded else x
+        out.converted(x, at, REPLICATED, ()) if at.is_sharded else x
         for x, at in zip(local, cut.inputs, strict=True)
     ]
     (whole,) = emit_op(full(op), 1)(out, with_over(op, over), joined)

@@ -345,8 +345,8 @@ class Summed:
             self.value = emit("sum", "mul.Tensor", wide, chosen)
 
 
-def sum_of_first(ops: StepOps, dtype: str, found: Sequence[tuple[int, str]]) -> str:
-    """The sum of gradients of the first so many keys each, as long as the longest."""
+def sum_of_first(ops: StepOps, dtype: str, found: Sequence[tuple[int, str]]) -> list[str]:
+    """The sum of gradients of the first so many keys each, as long as the longest: its parts."""
     (_, value), *rest = sorted(found, key=lambda one: -one[0])
     value = ops.converted(value, dtype, "sum")
     behind: list[str] = []
@@ -356,4 +356,4 @@ def sum_of_first(ops: StepOps, dtype: str, found: Sequence[tuple[int, str]]) -> 
             behind.insert(0, ops.rows(value, count, length))
             value = ops.rows(value, 0, count)
         value = ops.emit("sum", "add.Tensor", Ref(value), Ref(other))
-    return ops.joined((value, *behind))
+    return [value, *behind]

@@ -36,7 +36,7 @@ from stretto.passes.layout.emit import SLICE, Emitter
 from stretto.passes.layout.kernel_calls import KernelCalls, Tile
 from stretto.passes.layout.kernels import SHARED_OP, arguments
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.rewrite import spec_with, strides_of, with_uses
+from stretto.passes.rewrite import strides_of, with_uses
 
 Pair = Callable[[Tile], tuple[str, str]]
 """Tile -> keys and values."""
@@ -91,7 +91,8 @@ class _Walk:
         made = ["" for _ in op.outputs]
         for at, (of_chunks, spec) in enumerate(zip(parts, op.outputs, strict=False)):
             if spec is not None and of_chunks:
-                whole = attention.ops.joined([_laid(self.out, one, spec) for one in of_chunks])
+                is_part = len(of_chunks) > 1
+                whole = attention.ops.joined([_laid(self.out, one, spec, is_part) for one in of_chunks])
                 made[at] = _laid(self.out, whole, spec)
                 attention.ops.cats[made[at]] = whole
         self.made[op.name] = made
@@ -102,14 +103,15 @@ class _Walk:
             self.changed.add(name)
 
 
-def _laid(out: Emitter, name: str, like: TensorSpec) -> str:
-    """The value with its dims in memory in the order of those of another, which later ops read."""
-    spec, count = out.specs[name], len(like.shape)
+def _laid(out: Emitter, name: str, like: TensorSpec, is_part: bool = False) -> str:
+    """The value with its dims in memory in the order of those of another, which later ops read, and, but for
+    a part of that, nothing between its elements. Nothing but the backward reads a log-sum-exp."""
+    spec, strides, count = out.specs[name], strides_of(out.specs[name]), len(like.shape)
     order = sorted(range(count), key=lambda dim: -strides_of(like)[dim])
-    back = [order.index(dim) for dim in range(count)]
-    dense = [math.prod(spec.shape[dim] for dim in order[at + 1 :]) for at in back]
-    if count == 3 or spec_with(spec.shape, spec.dtype, dense) == spec:  # nothing but the backward reads a lse
+    in_order = sorted(order, key=lambda dim: -strides[dim]) == order
+    if count == 3 or (in_order and (is_part or strides[order[0]] * spec.shape[order[0]] == spec.numel)):
         return name
+    back = [order.index(dim) for dim in range(count)]
     x = out.emit("aten.permute.default", Ref(name), tuple(order), name=f"{name}_order")
     return out.emit("aten.permute.default", Ref(out.contiguous(x)), tuple(back), name=f"{name}_laid")
 
@@ -270,15 +272,13 @@ class _Attention:
             sum_of_first(ops, wide, [(seen, values[n]) for seen, values in own])
             for n in range(len(own[0][1]))
         ]
+        if ops.kind == "ulysses":
+            of_all = ([ops.joined(parts)] for parts in sums)
+            return [[ops.exchanged(x, HEADS, ROWS, "rows") for x in each] for each in (of_queries, *of_all)]
         if ops.at_hand:
-            if ops.kind == "ulysses":
-                of_queries, sums = (
-                    [ops.exchanged(x, HEADS, ROWS, "grad_rows") for x in all_tokens]
-                    for all_tokens in (of_queries, sums)
-                )
-            return [of_queries, *([x] for x in sums), of_masks]
+            return [of_queries, *sums, of_masks]
         queries = [Summed(ops, wide, dq, split=calls.causal) for dq in of_queries]
-        return self._of_others(op, rows, pair, queries, Summed(ops, wide, sums[0]))
+        return self._of_others(op, rows, pair, queries, Summed(ops, wide, ops.joined(sums[0])))
 
     def _of_others(
         self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, queries: Sequence[Summed], own: Summed

@@ -139,7 +139,7 @@ class Emitter:
         if target in LAYOUT_OPS or target in BY_TARGET or target == CHUNK:
             return (_communicated(target, self.specs[args[0].name], args),)
         if target.startswith(SHARED_OP):
-            made = self._made(*_without_mask(Op("", target, tuple(args), tuple(kwargs), ())))
+            made = self._attended(Op("", target, tuple(args), tuple(kwargs), ()))
             return made if "_backward" in target else (made[0], lse_of(made), *made[2:])
         key = f"{target}{self._text(tuple(args))}{self._text(tuple(kwargs))}"
         if key not in _known:
@@ -147,6 +147,26 @@ class Emitter:
                 _known.clear()
             _known[key] = self._called(target, args, kwargs)
         return _known[key]
+
+    def _attended(self, op: Op) -> Outputs:
+        """Without a mask, which is of all keys, where a rank has its own. Each chunk calls the kernel: what
+        they were joined to counts as being in memory as they are."""
+        given = arguments(op) | {KERNELS[kernel_of(op)].mask: None}
+        for what, arg in given.items():
+            joined = (
+                self.made.get(arg.name) if isinstance(arg, Ref) and what not in ("key", "value") else None
+            )
+            if joined is not None and joined.target == "aten.cat.default":
+                spec, strides = self.specs[joined.name], strides_of(self.specs[joined.args[0][0].name])
+                order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+                dense = [
+                    math.prod(spec.shape[k] for k in order[order.index(dim) + 1 :]) for dim in sorted(order)
+                ]
+                given[what] = Ref(f"{joined.name} of chunks")
+                self.specs[given[what].name] = spec_with(spec.shape, spec.dtype, dense)
+        kernel = op.target.removeprefix("layout.")
+        args, kwargs = call(kernel, given)
+        return self._made(kernel, args, tuple(kwargs.items()))
 
     def _text(self, arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -266,13 +286,6 @@ def lse_of(made: Outputs) -> TensorSpec:
     assert made[0] is not None
     assert made[1] is not None
     return TensorSpec(made[0].shape[:3], made[1].dtype)
-
-
-def _without_mask(op: Op) -> tuple[str, Sequence[Arg], Sequence[tuple[str, Arg]]]:
-    """A mask is of all keys, and a rank has its own."""
-    kernel, given = op.target.removeprefix("layout."), arguments(op)
-    args, kwargs = call(kernel, {**given, KERNELS[kernel_of(op)].mask: None})
-    return kernel, args, tuple(kwargs.items())
 
 
 def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorSpec:
