@@ -140,10 +140,10 @@ def _emit_chunks(
         out.converted(x, at, REPLICATED, ()) if at.is_sharded else x
         for x, at in zip(local, cut.inputs, strict=True)
     ]
-    (whole,) = emit_op(full(op), 1)(out, with_over(op, over), joined)
+    (attended,) = emit_op(full(op), 1)(out, with_over(op, over), joined)
     made = []
     for k, (spec, at) in enumerate(zip(op.outputs, cut.outputs, strict=True)):
-        one = "" if spec is None else out.emit(GETITEM, Ref(whole), k, name=f"{op.name}_{k}")
+        one = "" if spec is None else out.emit(GETITEM, Ref(attended), k, name=f"{op.name}_{k}")
         made.append(out.converted(one, REPLICATED, at, ()) if one and at.is_sharded else one)
     return made
 

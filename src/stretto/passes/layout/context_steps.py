@@ -89,9 +89,9 @@ class _Walk:
         for at, (of_chunks, spec) in enumerate(zip(parts, op.outputs, strict=False)):
             if spec is not None and of_chunks:
                 is_part = len(of_chunks) > 1
-                whole = attention.ops.joined([_laid(self.out, one, spec, is_part) for one in of_chunks])
-                made[at] = _laid(self.out, whole, spec)
-                attention.ops.cats[made[at]] = whole
+                full = attention.ops.joined([_laid(self.out, one, spec, is_part) for one in of_chunks])
+                made[at] = _laid(self.out, full, spec)
+                attention.ops.cats[made[at]] = full
         self.made[op.name] = made
         self.of |= dict.fromkeys(made, attention)
 
