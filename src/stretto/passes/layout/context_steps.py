@@ -69,8 +69,9 @@ class _Walk:
             elif op.target == GETITEM and op.args[0].name in self.made:
                 self._becomes(op, self.made[op.args[0].name][op.args[1]])
             elif op.target == "aten.slice.Tensor" and op.args[0].name in self.of and len(op.args) == 4:
-                source, dim, start, end = op.args[0].name, *op.args[1:]
-                self._becomes(op, self.of[source].ops.rows(source, start, end, dim))
+                dim, start, end = op.args[1:]
+                made = op.args[0].name
+                self._becomes(op, self.of[made].ops.rows(made, start, end, dim))
             elif self.changed.isdisjoint(op.uses):
                 self.out.keep(op, origin)
             else:
