@@ -86,18 +86,10 @@ def test_the_simulation_counts_it(stages: int, tp: int, sizes: Sizes | None) -> 
 BASE = plan_of(1, 2, TWO)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "what"),
-    [
-        (((4, 8), (8, -4)), r"names no sizes for 2 ranks. Name for each rank how many rows go to each, 0 or"),
-        (((4, 8),), r"names no sizes for 2 ranks"),
-        (((4, 8), (4, 8)), r"Each rank must send all of its rows, and get as many as the others"),
-        (((4, 4), (4, 4)), r"Each rank must send all of its rows"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes: Sizes, what: str) -> None:
+@pytest.mark.parametrize("sizes", [((4, 8), (8, -4)), ((4, 8),), ((4, 8), (4, 8)), ((4, 4), (4, 4))])
+def test_sizes_that_do_not_fit_are_refused(sizes: Sizes) -> None:
     damaged = op(0, "h0_there_start", args=(*_args()[:1], sizes, "tp", 2))(BASE)
-    with pytest.raises(PlanError, match=what):
+    with pytest.raises(PlanError, match=r"the all_to_all_sized by .* of h0, .*, over 2 ranks, is none"):
         verify(damaged)
 
 
@@ -110,5 +102,5 @@ def test_rows_that_have_no_equal_parts_are_refused() -> None:
     spec = next(o for o in plan.job.stages[0].ops[Phase.F] if o.name == "h0").outputs[0]
     assert spec is not None
     odd = replace(spec, shape=(11, *spec.shape[1:]))
-    with pytest.raises(PlanError, match=r"the all_to_all of h0, .* is none. Dim 0 must be a multiple of 2"):
+    with pytest.raises(PlanError, match=r"the all_to_all of h0, .*, over 2 ranks, is none"):
         verify(op(0, "h0", outputs=(odd,))(plan))
