@@ -88,21 +88,29 @@ def _is_zero(op: Op) -> bool:
 
 
 def _to_own_keys(op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> bool:
-    """Whether it is attention to the keys that a rank has, whose results are merged: nothing is sharded but
-    rows of queries, and keys."""
+    """Whether it is attention to the keys that a rank has, whose results are merged, or of its own heads:
+    nothing is sharded but rows of queries and keys, and masks."""
     tensors = 3 if op.target in ATTENTION else 4  # (batch, heads, rows, features)
+    own_heads = all(kept.kind == "local" for kept in given[tensors - 3 : tensors])
+    least = 3 if own_heads else 2
     rows = (
         kept.kind in ("equal", "local")
-        or any(dim == 2 if k < tensors else dim >= len(spec.shape) - 2 for dim, _ in kept.at)
+        or any(dim == 2 if k < tensors else dim >= len(spec.shape) - least for dim, _ in kept.at)
         for k, (kept, spec) in enumerate(zip(given, specs, strict=True))
     )
     return op.target in ATTENTION | ATTENTION_BACKWARD and all(rows)
 
 
 def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
-    """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer, the
-    least of which is a slice of one."""
-    at = ((d, max(blocks * after // before, 1) if d == dim else blocks) for d, blocks in kept.at)
+    """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer. One
+    block may be a part of one: of so many together, some are in the same."""
+    at = []
+    for d, blocks in kept.at:
+        times = after // before if d == dim else 1
+        if times > 1 and blocks == 1:
+            at += [(d, count) for count in range(times, 0, -1) if times % count == 0]
+        else:
+            at.append((d, max(blocks * after // before, 1) if d == dim else blocks))
     return replace(kept, at=tuple(at))
 
 
