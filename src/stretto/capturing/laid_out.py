@@ -30,17 +30,10 @@ from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Shard
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
+from stretto.passes.layout import context
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.attention import shared
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
-from stretto.passes.layout.context import (
-    blocks_of,
-    rows_of_masks,
-    rules_of,
-    sequence_of,
-    sequences,
-    with_own_tokens,
-)
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -76,7 +69,7 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
             program = along(EP.name, along_experts(program, layout, model))
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
-            program = with_own_tokens(program, CP.name)
+            program = context.with_own_tokens(program, CP.name)
         wishes = stream(program, layout)
         if layout.chunks is not None:
             chunked = _in_chunks(program, layout, _may_be_partial(traced))
@@ -103,10 +96,10 @@ def _may_be_partial(traced: Traced) -> frozenset[str]:
 
 def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
     """Raises UsageError for a sequence that ranks cannot share equally."""
-    size, blocks = layout.context, blocks_of(layout.context_kind)
+    size, blocks = layout.context, context.blocks_of(layout.context_kind)
     program = shared(program)
     ahead = Ahead(program, size, dict(program.given))
-    length = sequence_of(ahead, traced.job.replicated)
+    length = context.sequence_of(ahead, traced.job.replicated)
     if not length:
         raise UsageError(
             f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
@@ -117,9 +110,9 @@ def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> Shar
             f"cp: a sequence of {length} cannot be shared equally by {size} ranks, in {blocks * size} blocks "
             "of two tokens or more: change one of them"
         )
-    best, above = rows_of_masks(ahead, blocks)
-    parts = sequences(program, length, traced.job.replicated, above - best.keys(), blocks)
-    own = AxisRules(parts, best, rules_of(layout.context_kind), mirrored=blocks == 2)
+    best, above = context.rows_of_masks(ahead, blocks)
+    parts = context.sequences(program, length, traced.job.replicated, above - best.keys(), blocks)
+    own = AxisRules(parts, best, context.rules_of(layout.context_kind), mirrored=blocks == 2)
     made = shard(program, CP.name, size, {}, {}, _may_be_partial(traced), own)
     for one in made.gathered:
         if as_kernel(one.op).target in ATTENTION | ATTENTION_BACKWARD:
@@ -135,7 +128,7 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
     program = program if chunks.full else by_chunk(program)
-    blocks = 0 if layout.context == 1 else blocks_of(layout.context_kind)
+    blocks = 0 if layout.context == 1 else context.blocks_of(layout.context_kind)
     return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,14 +96,14 @@ def results_of(op: Op, rows: AxisPlacement, keys: AxisPlacement) -> tuple[AxisPl
 # --- chunks -------------------------------------------------------------------------------------------------
 
 
-def check_draws(ops: Iterable[Op], what: str) -> None:
+def check_draws(program: StepProgram) -> None:
     """Raises CaptureError for a kernel that drops, which draws for a chunk what it does not draw for all."""
-    for op in ops:
+    for op, _ in program.ops:
         if op.target.startswith(SHARED_OP) and (p := arguments(op)["dropout_p"]):
             raise CaptureError(
                 f"attention drops with p = {p}, and its kernel on CUDA draws for each chunk of the sequence "
-                f"by itself, not what it draws in the uncut model: give attention no dropout, or leave "
-                f"{what} out"
+                "by itself, not what it draws in the uncut model: give attention no dropout, or leave "
+                "ampipe_degree out"
             )
 
 
@@ -140,10 +140,10 @@ def _emit_chunks(
         out.converted(x, at, REPLICATED, ()) if at.is_sharded else x
         for x, at in zip(local, cut.inputs, strict=True)
     ]
-    (whole,) = emit_op(full(op), 1)(out, with_over(op, over), joined)
+    (attended,) = emit_op(full(op), 1)(out, with_over(op, over), joined)
     made = []
     for k, (spec, at) in enumerate(zip(op.outputs, cut.outputs, strict=True)):
-        one = "" if spec is None else out.emit(GETITEM, Ref(whole), k, name=f"{op.name}_{k}")
+        one = "" if spec is None else out.emit(GETITEM, Ref(attended), k, name=f"{op.name}_{k}")
         made.append(out.converted(one, REPLICATED, at, ()) if one and at.is_sharded else one)
     return made
 

@@ -97,7 +97,7 @@ def in_chunks(
             f"give {max(stream.length // least, 1)} or less"
         )
     program = shared(program)
-    check_draws((op for op, _ in program.ops), "ampipe_degree")
+    check_draws(program)
     lengths = [unit_of_ranks * n for n in lengths_of(stream.length // unit_of_ranks, degree)]
     unit = gcd(*lengths)
     part = sharded(SEQUENCE_DIM, blocks_of_tokens or 1)

@@ -92,10 +92,10 @@ class StepOps:
 
     def unrepeated(self, x: str) -> tuple[str, int]:
         """What a value of repeated heads is made of, and how often each is repeated; itself, and 1."""
-        op = self._made(x)
+        op = self.out.made.get(x)
         while op is not None and op.target != "aten.expand.default":
-            op = self._made(op.args[0].name) if op.target in _SAME_ORDER else None
-        base = None if op is None else self._made(op.args[0].name)
+            op = self.out.made.get(op.args[0].name) if op.target in _SAME_ORDER else None
+        base = None if op is None else self.out.made.get(op.args[0].name)
         if op is None or base is None or base.target != "aten.unsqueeze.default":
             return x, 1
         heads = base.args[0].name
@@ -103,9 +103,6 @@ class StepOps:
         times = self.shape(x)[HEADS] // count
         same = self.shape(x) == (batch, count * times, *rest) and op.args[1] == (batch, count, times, *rest)
         return (heads, times) if same and self.dtype(heads) == self.dtype(x) else (x, 1)
-
-    def _made(self, name: str) -> Op | None:
-        return self.out.made.get(name)
 
     def repeated(self, x: str, times: int, what: str) -> str:
         """Each head so often, one behind another."""

@@ -67,17 +67,15 @@ class _Walk:
             if op.target.startswith(SHARED_OP):
                 self._attention(op)
             elif op.target == GETITEM and op.args[0].name in self.made:
-                self.now[op.name] = name = self.made[op.args[0].name][op.args[1]]
-                if name:
-                    self._note(op, name)
-            elif op.target == "aten.slice.Tensor" and op.args[0].name in self.of:
-                source, dim, start, end = op.args[0].name, *op.args[1:4]
-                self.now[op.name] = self.of[source].ops.rows(source, start, end, dim)
-                self._note(op, self.now[op.name])
+                self._becomes(op, self.made[op.args[0].name][op.args[1]])
+            elif op.target == "aten.slice.Tensor" and op.args[0].name in self.of and len(op.args) == 4:
+                dim, start, end = op.args[1:]
+                made = op.args[0].name
+                self._becomes(op, self.of[made].ops.rows(made, start, end, dim))
             elif self.changed.isdisjoint(op.uses):
                 self.out.keep(op, origin)
             else:
-                self._note(op, self.out.again(op, origin))
+                self._becomes(op, self.out.again(op, origin))
         roots = {root: self.now.get(value, value) for root, value in self.program.roots.items()}
         return replace(self.program, ops=tuple(self.out.ops), roots=roots)
 
@@ -92,14 +90,15 @@ class _Walk:
         for at, (of_chunks, spec) in enumerate(zip(parts, op.outputs, strict=False)):
             if spec is not None and of_chunks:
                 is_part = len(of_chunks) > 1
-                whole = attention.ops.joined([_laid(self.out, one, spec, is_part) for one in of_chunks])
-                made[at] = _laid(self.out, whole, spec)
-                attention.ops.cats[made[at]] = whole
+                full = attention.ops.joined([_laid(self.out, one, spec, is_part) for one in of_chunks])
+                made[at] = _laid(self.out, full, spec)
+                attention.ops.cats[made[at]] = full
         self.made[op.name] = made
         self.of |= dict.fromkeys(made, attention)
 
-    def _note(self, op: Op, name: str) -> None:
-        if self.out.outputs[name] != op.outputs:
+    def _becomes(self, op: Op, name: str) -> None:
+        self.now[op.name] = name
+        if name and self.out.outputs[name] != op.outputs:
             self.changed.add(name)
 
 
