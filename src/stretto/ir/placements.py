@@ -91,13 +91,6 @@ def _is_zero(op: Op) -> bool:
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
 
 
-def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
-    """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer, the
-    least of which is a slice of one."""
-    at = ((d, max(blocks * after // before, 1) if d == dim else blocks) for d, blocks in kept.at)
-    return replace(kept, at=tuple(at))
-
-
 class Placer:
     """Places the ops of a program one by one, along one axis.
 
@@ -113,6 +106,7 @@ class Placer:
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
         self._known: dict[Any, tuple[Placement, ...]] = {}
+        self._less: set[str] = set()
 
     def of(self, name: str) -> Placement:
         return self.values.get(name, EQUAL)
@@ -162,7 +156,7 @@ class Placer:
         if op.args[-2] != self._axis:
             assert op.outputs[0] is not None
             rows = op.outputs[0].shape[:1]
-            return _with_rows(kept, 0, specs[source].shape[0], rows[0]) if rows else kept
+            return self._with_rows(op.args[-2], kept, 0, specs[source].shape[0], rows[0]) if rows else kept
         if not kind.sums and kind.differs == "never":
             return self._gathered(source, kept)
         if not kind.sums:
@@ -177,6 +171,16 @@ class Placer:
         assert made is not None
         part_of = Placement("part", tuple((d, 1) for d in range(len(made.shape))))
         return all_cuts(part_of, made) if kind.splits else EQUAL
+
+    def _with_rows(self, axis: str, kept: Placement, dim: int, before: int, after: int) -> Placement:
+        """Where along a dim there are more of what another axis has, or fewer: so many more blocks, or fewer.
+        Where slices of the axis are less than a block, they and what is gathered of them are as they were."""
+        if any(d == dim and blocks * after % before for d, blocks in kept.at):
+            self._less.add(axis)
+        if axis in self._less:
+            return kept
+        at = ((d, blocks * after // before if d == dim else blocks) for d, blocks in kept.at)
+        return replace(kept, at=tuple(at))
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
@@ -195,7 +199,7 @@ class Placer:
         source = op.args[0].name
         kept = self.of(source)
         if op.args[-2] != self._axis:
-            return _with_rows(kept, op.args[1], op.args[-1], 1)
+            return self._with_rows(op.args[-2], kept, op.args[1], op.args[-1], 1)
         if kept.zero or kept.kind == "local":
             return LOCAL if kept == UNKNOWN else kept
         if kept.kind == "sum":
