@@ -57,7 +57,7 @@ def planned(layers: int, cp: int) -> stretto.Plan:
         tp=TP,
         sequence_parallel=True,
         schedule="interleaved-1f1b" if layers > 1 else "1f1b",
-        split=[f"model.layers.{k}" for k in range(1, layers)] or None,
+        split=[f"model.layers.{k}" for k in range(1, layers)] or "auto",
     )
     batch = {"input_ids": ids, "labels": ids}
     job = stretto.capture(
