@@ -87,18 +87,13 @@ def _is_zero(op: Op) -> bool:
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
 
 
-def _to_own_keys(op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> bool:
-    """Whether it is attention to the keys that a rank has, whose results are merged, or of its own heads:
-    nothing is sharded but rows of queries and keys, and masks."""
-    tensors = 3 if op.target in ATTENTION else 4  # (batch, heads, rows, features)
-    own_heads = all(kept.kind == "local" for kept in given[tensors - 3 : tensors])
-    least = 3 if own_heads else 2
-    rows = (
-        kept.kind in ("equal", "local")
-        or any(dim == 2 if k < tensors else dim >= len(spec.shape) - least for dim, _ in kept.at)
-        for k, (kept, spec) in enumerate(zip(given, specs, strict=True))
-    )
-    return op.target in ATTENTION | ATTENTION_BACKWARD and all(rows)
+def _to_own_keys(op: Op, given: Sequence[Placement]) -> bool:
+    """Whether it is attention to the keys that a rank has, whose results are merged: of queries, keys and
+    values nothing is sharded but rows."""
+    tensors = given[:3] if op.target in ATTENTION else given[:4]  # (batch, heads, rows, features)
+    rows = (kept.kind in ("equal", "local") or any(dim == 2 for dim, _ in kept.at) for kept in tensors)
+    alone = not any(kept.kind == "sum" for kept in given)
+    return op.target in ATTENTION | ATTENTION_BACKWARD and alone and all(rows)
 
 
 def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
@@ -243,7 +238,7 @@ class Placer:
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
-            if _to_own_keys(op, given, specs):
+            if _to_own_keys(op, given):
                 return (LOCAL,) * len(op.outputs)
             return with_local(rule, names, given, op)
         if rule is None:
@@ -262,7 +257,7 @@ class Placer:
             except RefusedError:
                 if along:
                     return (Placement("part", along),)
-                if op.target in OWN_REDUCTIONS or _to_own_keys(op, given, specs):
+                if op.target in OWN_REDUCTIONS or _to_own_keys(op, given):
                     return (LOCAL,) * len(op.outputs)
                 raise
             if along:
