@@ -22,7 +22,7 @@ from stretto.order.policies import list_order
 from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
 from stretto.order.search import ForwardBackward, OrderSearch, SearchPoint, SearchScope, WalkBudget
 from stretto.order.walk import WalkResult, replay
-from stretto.order.whole_step import EFFORT, order_together, rank_windows
+from stretto.order.whole_step import EFFORT, StepGraphs, order_together
 from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -95,9 +95,10 @@ def choose(
     plan: Plan,
     full_values: Sequence[RankWindow],
     urgency: Sequence[Sequence[float]],
+    patience: Sequence[float],
 ) -> WalkResult | None:
     """The step, walked by urgencies."""
-    return SearchScope(tuple(full_values), 0.0, 0.0, plan).walk(SearchPoint(tuple(urgency)))
+    return SearchScope(tuple(full_values), 0.0, 0.0, plan).walk(SearchPoint(tuple(urgency), tuple(patience)))
 
 
 def follow(
@@ -111,10 +112,10 @@ def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, OrderSe
     """A step with long collectives and urgencies that were drawn, and a search that has come there."""
     plan = whole_plan(*job_of(collective_us=300.0))
     draw = random.Random(0)
-    scope = SearchScope(rank_windows(plan, little=0.0005), enough_us, 1000.0, plan)
+    scope = SearchScope(StepGraphs.of(plan).rank_windows(0.0005), enough_us, 1000.0, plan)
     search = OrderSearch(scope, WalkBudget(walks + 1))
     urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.windows)
-    assert search.tried(SearchPoint(urgency))
+    assert search.tried(SearchPoint(urgency, (0.0, 0.0)))
     assert search.best is not None
     return plan, search, search.best
 
@@ -162,7 +163,7 @@ def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
     rest = [item for item in window.items if item.part != backward]
     broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=(*first, *rest))})
     said = [str(fault) for fault in plan_faults(broken)]
-    assert any("which is made later, at item" in fault for fault in said), said
+    assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
     assert any("of 1F of the same microbatch, item" in fault for fault in said), said
 
 
@@ -212,7 +213,7 @@ def test_what_no_window_can_share_is_refused(shares: tuple[int, ...]) -> None:
         (2, None, 0.2),
     ],
 )
-def test_any_urgencies_give_a_plan_that_is_proved_and_takes_as_long(
+def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long(
     stages: int, processor: Processor | None, skew: float
 ) -> None:
     job, costs = job_of(microbatches=4, stages=stages, blocks=1)
@@ -222,7 +223,7 @@ def test_any_urgencies_give_a_plan_that_is_proved_and_takes_as_long(
     steps = set()
     for _ in range(12):
         urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in full_values]
-        found = choose(plan, full_values, urgency)
+        found = choose(plan, full_values, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in full_values])
         assert found is not None
         for one, order in zip(full_values, found.orders, strict=True):
             place = {index: at for at, index in enumerate(order)}
@@ -254,7 +255,7 @@ def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdo
     (one,) = wholes_of(plan)
     order = list_order(one.graph)
     made = in_order(plan, [one], WalkResult(0.0, (order,), 0.0))
-    assert simulate(made).step_us == pytest.approx(replay(one.graph, order).step_us, rel=0.01)
+    assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 
 def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_equal_jobs() -> None:
@@ -262,7 +263,7 @@ def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_e
     full_values = search.scope.windows
 
     def improved(search: OrderSearch) -> WalkResult:
-        best = search.go(ForwardBackward(full_values), 100).best
+        best = search.go(ForwardBackward(full_values), 100, 100).best
         assert best is not None
         return best
 
@@ -283,7 +284,7 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(
     stages: int, collective_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, costs = job_of(stages=stages, collective_us=collective_us)
-    monkeypatch.setattr(whole_step, "STALE_WALKS", 60)
+    monkeypatch.setattr(whole_step, "MOVES", 30)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values() if window.actions)
     verify(plan)

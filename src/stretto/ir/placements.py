@@ -75,7 +75,7 @@ FILLS = frozenset(
 )
 """One number everywhere."""
 
-CAT = "aten.cat.default"
+CAT, CLONE = "aten.cat.default", "aten.clone.default"
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
 
@@ -225,15 +225,13 @@ class Placer:
         given: Sequence[Placement],
         specs: Sequence[TensorSpec],
     ) -> tuple[Placement, ...]:
-        if op.target in VIEW_OPS:
+        if op.target in VIEW_OPS or op.target == CLONE:
             return (self._view(op, given[0], specs[0]),)
         if op.target in SPLITS and given[0].kind == "part":
             return self._split(op, given[0], specs[0])
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
-            if all(kept.kind == "part" for kept in given):
-                given = [all_cuts(kept, spec) for kept, spec in zip(given, specs, strict=True)]
         rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)

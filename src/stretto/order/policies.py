@@ -9,7 +9,8 @@ Stretto's own order one window by itself:
 
 1. The captured order, and list orders (`order.list_scheduler`) with the longest path as urgency. The memory
    limit is kept wherever something else than what would exceed it can run.
-2. From the best of these the search (`order.search`) goes on.
+2. From the best of these the search (`order.search`) goes on by other urgencies, then by forward-backward
+   improvement.
 3. A window's last run has another measure: the end of the step comes when the last gradient reduction is done
    (`early_reductions`).
 """
@@ -17,7 +18,7 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -30,10 +31,12 @@ from stretto.ir.program import WAIT, Job
 from stretto.order.depend import Role, WindowGraph, make_graph
 from stretto.order.rank_window import make_rank_window
 from stretto.order.search import (
+    ForwardBackward,
     OrderSearch,
     SearchPoint,
     SearchScope,
     WalkBudget,
+    new_urgencies,
 )
 from stretto.order.walk import replay
 
@@ -53,7 +56,7 @@ FEWEST = 30
 """Walks of even the largest window. Assumed."""
 
 STALE_WALKS = 100
-"""Walks without a gain that end the search. Assumed."""
+"""Walks without a gain that end a move of the search. Assumed."""
 
 CHANGE = 2.0
 """By how much urgencies are changed, in parts of a typical collective and a typical stretch of ops.
@@ -96,7 +99,7 @@ def list_order(
     """
     limit = captured_limit(graph) if limit_bytes is None else limit_bytes
     scope = SearchScope((make_rank_window(graph),), 0.0, 0.0, limit_bytes=limit)
-    result = scope.walk(SearchPoint((urgencies(graph) if urgency is None else urgency,)))
+    result = scope.walk(SearchPoint((urgencies(graph) if urgency is None else urgency,), (0.0,)))
     assert result is not None, "a window by itself comes to its end"
     return result.orders[0]
 
@@ -115,12 +118,12 @@ def improve_order(
     # All ops where they can run, also the small ones: by the longest path, and as the search orders them.
     search = OrderSearch(fine, WalkBudget(0))
     search.best = captured
-    search.tried(SearchPoint((urgencies(graph),)))
+    search.tried(SearchPoint((urgencies(graph),), (0.0,)))
     if not search.close and walks != 0:
         order = _searched(graph, fine, walks, share)
         search.tried(SearchPoint(orders=(order,)))
         positions = {index: -float(at) for at, index in enumerate(order)}
-        search.tried(SearchPoint(([positions[index] for index in range(len(order))],)))
+        search.tried(SearchPoint(([positions[index] for index in range(len(order))],), (0.0,)))
     return search.best.orders[0]
 
 
@@ -132,8 +135,10 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     starts_us = [node.time_us for node in graph.nodes if node.role is Role.START]
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(window.stretches))
     search = OrderSearch(replace(fine, windows=(window,), change_us=CHANGE * typical_us), budget)
-    search.tried(SearchPoint((urgencies(graph),)))
-    search.improve(STALE_WALKS)
+    for patience in (0.0, 0.5):
+        search.tried(SearchPoint((urgencies(graph),), (patience,)))
+    search.go(new_urgencies, budget.left // 2, STALE_WALKS)
+    search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
 
@@ -158,7 +163,7 @@ def early_reductions(graph: WindowGraph) -> tuple[int, ...]:
 
     def measure(order: Sequence[int]) -> tuple[float, float, int]:
         played = replay(graph, order)
-        return played.step_us, played.exposed_us, played.peak_bytes
+        return played.late_us, played.end_us, played.peak_bytes
 
     fitting = [order for order in orders[1:] if replay(graph, order).peak_bytes <= limit_bytes]
     best: Sequence[int] = min((orders[0], *fitting), key=measure)
@@ -231,18 +236,8 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
     or one that comes before what it needs. Also for a user's policy that fails.
     """
     where = f"policy {name!r}, window {graph.window.name}"
-    policy, count = policy_of(name), len(graph.nodes)
-    try:
-        # Of too many the first that is one too many: a policy may never end.
-        given = list(islice(policy(graph), count + 1))
-    except Exception as error:
-        if name in BUILT_IN or isinstance(error, StrettoError):
-            raise  # of a policy with a message of its own, or of a defect here
-        raise UsageError(
-            f"{where}: the policy fails with {type(error).__name__}: {error}; it has to give the indexes of "
-            "`graph.nodes` in their order, for every window"
-        ) from error
-    order = tuple(_index(where, one, count) for one in given)
+    count = len(graph.nodes)
+    order = tuple(_index(where, given, count) for given in _given(name, graph, where))
     positions = {index: at for at, index in enumerate(order)}
     if len(positions) < len(order):
         twice = next(index for at, index in enumerate(order) if positions[index] != at)
@@ -258,6 +253,23 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
                     "needs; keep every node behind all of `graph.before`"
                 )
     return order
+
+
+def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
+    """What the policy gives, one by one; of too many the first that is one too many, as it may never end."""
+    policy = policy_of(name)
+    try:
+        given: object = policy(graph)
+        if isinstance(given, Iterable):
+            return list(islice(given, len(graph.nodes) + 1))
+    except Exception as error:
+        if name in BUILT_IN or isinstance(error, StrettoError):
+            raise  # of a policy with a message of its own, or of a defect here
+        raise UsageError(
+            f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "
+            "order every window"
+        ) from error
+    raise UsageError(f"{where}: it gives {short(given)}; give the indexes of `graph.nodes` in their order")
 
 
 def _index(where: str, given: object, count: int) -> int:

@@ -7,12 +7,22 @@ user, so that what arrives later than predicted stops the lane as late as possib
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.order.depend import Role, WindowGraph, WindowStorage
 from stretto.simulating.windows import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """A start, and what must be before it: the waits, and the work on the compute lane behind them."""
+
+    start: int
+    waits: tuple[int, ...]
+    work: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,16 +34,24 @@ class RankWindow:
     its first user. needs: what it needs that is not placed by itself, in a legal order, itself last. count,
     after: of waits and of what is placed by itself, how many of them it needs, directly or through others,
     and which of them need it.
+
+    leads: its starts by part, in their order.
     """
 
     graph: WindowGraph
     microbatches: tuple[int, ...]
     calls: tuple[Call | None, ...]
+    leads: tuple[tuple[Lead, ...], ...]
     waits: tuple[bool, ...]
     placed: tuple[bool, ...]
     needs: tuple[tuple[int, ...], ...]
     count: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def work_us(self) -> float:
+        """All work on the compute lane."""
+        return self.graph.work_us
 
     @cached_property
     def most_bytes(self) -> tuple[int, ...]:
@@ -81,6 +99,10 @@ def make_rank_window(
         as views do; without it only views do.
     """
     microbatches = microbatches or (0,) * len(graph.window.parts)
+    leads: dict[int, list[Lead]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        if node.role is Role.START:
+            leads[node.item.part].append(_lead(graph, index))
     lazy = _lazy(graph, microbatches, little)
     waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
     placed = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
@@ -103,6 +125,7 @@ def make_rank_window(
         graph,
         microbatches,
         calls,
+        tuple(map(tuple, leads.values())),
         waits,
         placed,
         tuple(map(tuple, needs)),
@@ -124,6 +147,25 @@ def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float | Non
         if node.role is Role.COMPUTE and node.work_us <= little_us:
             lazy[index] = node.lazy or leads[index]
     return tuple(lazy)
+
+
+def _lead(graph: WindowGraph, start: int) -> Lead:
+    waits: list[int] = []
+    work: list[int] = []
+    seen = {start}
+    todo = [start]
+    while todo:
+        for index in graph.before[todo.pop()]:
+            if index in seen:
+                continue
+            seen.add(index)
+            if graph.nodes[index].role in (Role.FINISH, Role.RECEIVE):
+                waits.append(index)
+            else:
+                if graph.nodes[index].work_us:
+                    work.append(index)
+                todo.append(index)
+    return Lead(start, tuple(waits), tuple(work))
 
 
 class WindowMemory:

@@ -3,7 +3,7 @@
     1. A point describes how a scope is walked: by urgencies (`order.list_scheduler`), or in given orders
        (`order.walk`). A scope is a window by itself, or a step in which each rank has one window; there is no
        other difference between the two.
-    2. From the best point so far, moves make others: `new_urgencies`, then `ForwardBackward`.
+    2. From the best point so far, moves make others: `new_urgencies`, `ForwardBackward`.
     3. A point is kept unless what is ordered takes longer. Of equal ones the one with less memory is.
     4. The search ends where the order is close to what no order can beat, where nothing was gained for a
        while, and where its budget of walks is spent.
@@ -19,9 +19,9 @@ import random
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeVar
 
 from stretto.ir.plan import Plan
 from stretto.order.depend import Role
@@ -31,8 +31,14 @@ from stretto.order.resources import StepResources, WindowResources
 from stretto.order.walk import GivenOrder, LaneWalk, WalkResult, walk
 from stretto.passes.step import Watch
 
+T = TypeVar("T")
+
 GAIN = 0.0005
 """Share of what is ordered that counts as a gain. Assumed."""
+
+PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+"""Patience of a rank that moves try, in parts of a collective's time. Assumed."""
+
 
 OFF = (0.05, 0.25, 0.75, 1.5)
 """How far ends are off in step 3: standard deviations, in parts of what urgencies are changed by. Measured on
@@ -44,10 +50,11 @@ RankNode = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SearchPoint:
-    """By rank, how urgent nodes are; or, instead of that, the order of its nodes, all or those that are
-    placed by themselves."""
+    """By rank: how urgent nodes are, and the patience of `order.list_scheduler`; or, instead of these, the
+    order of its nodes, all or those that are placed by themselves."""
 
     urgency: tuple[Sequence[float], ...] = ()
+    patience: tuple[float, ...] = ()
     orders: tuple[Sequence[int], ...] = ()
 
 
@@ -74,32 +81,49 @@ class SearchScope:
             if point.orders:
                 ranks.append(GivenOrder(resources, rank, window, point.orders[rank], memory))
             else:
-                limit = self.limit_bytes or 0
-                ranks.append(ListScheduler(resources, rank, window, point.urgency[rank], memory, limit))
+                rules = point.urgency[rank], point.patience[rank], memory, self.limit_bytes or 0
+                ranks.append(ListScheduler(resources, rank, window, *rules))
         return walk(resources, ranks, most_us)
 
 
 class WalkBudget:
-    """left: walks that may be made; spent: those that were. watch: takes lines of progress; bound_us: what no
-    order beats, where that is known."""
+    """left: walks that may be made; spent: those that were. best: of all searches that share the budget, with
+    its scope. watch: takes lines of progress; bound_us: what no order beats, where that is known."""
 
     def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0) -> None:
         self.left = self.allowed = left
         self.spent = 0
+        self.best: tuple[SearchScope, WalkResult] | None = None
         self.bound_us = bound_us
         self._watch = watch or Watch()
 
-    def spend(self, best: WalkResult | None) -> None:
-        """A walk is made. best: that of its search so far."""
+    def spend(self) -> None:
+        """A walk is made."""
         self.spent += 1
         self.left = max(0, self.left - 1)
-        if best is not None:
-            self._watch.still(partial(self._progress, best.step_us))
+        if self.best is not None:
+            self._watch.still(self._progress)
 
-    def _progress(self, best_us: float) -> str:
+    def _progress(self) -> str:
+        assert self.best is not None
+        best_us = self.best[1].step_us
         of_bound = f", {best_us / self.bound_us:.3f} of the bound" if self.bound_us else ""
         best = f"best {best_us / 1000:.1f} ms{of_bound}"
         return f"{self.spent} of at most {self.allowed} orders walked, {best}"
+
+    def set_aside(self, part: float) -> int:
+        """Take a part away, for later; how much it is."""
+        aside = int(part * self.left)
+        self.left -= aside
+        return aside
+
+    def shared(self, many: Sequence[T]) -> Iterator[T]:
+        """Each when its turn comes, with an equal share; what one leaves goes to those behind it."""
+        for at, one in enumerate(many):
+            behind = len(many) - 1 - at
+            aside = self.set_aside(behind / (behind + 1))
+            yield one
+            self.left += aside
 
 
 class OrderSearch:
@@ -125,7 +149,7 @@ class OrderSearch:
 
     def tried(self, point: SearchPoint) -> bool:
         """Step 3; whether the point is kept."""
-        self.budget.spend(self.best)
+        self.budget.spend()
         self.stale += 1
         result = self.scope.walk(point, self.measure_us)
         if result is None or not self._improves(point, result):
@@ -133,6 +157,9 @@ class OrderSearch:
         if result.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = result.measure_us, 0
         self.best, self.point = result, point
+        before = self.budget.best
+        if before is None or result.measure_us <= before[1].measure_us:
+            self.budget.best = self.scope, result
         return True
 
     def _improves(self, point: SearchPoint, result: WalkResult) -> bool:
@@ -154,18 +181,12 @@ class OrderSearch:
         """Whether there is nothing to gain, or no walk left."""
         return self.close or not self.budget.left
 
-    def improve(self, stale: int) -> None:
-        """Step 2: either kind of move with half of the walks, until so many were without a gain."""
-        aside = self.budget.left // 2
-        self.budget.left -= aside
-        self.go(new_urgencies, stale)
-        self.budget.left += aside
-        self.go(ForwardBackward(self.scope.windows), stale)
-
-    def go(self, move: Move, stale: int) -> OrderSearch:
-        """Until there were so many walks without a gain; itself."""
+    def go(self, move: Move, most: int, stale: int) -> OrderSearch:
+        """So many moves at most, and so many walks without a gain; itself."""
         self.stale = 0
-        while self.best is not None and not self.ended and self.stale < stale:
+        for _ in range(most if self.best is not None else 0):
+            if self.ended or self.stale >= stale:
+                break
             for point in move(self):
                 if not self.ended:
                     self.tried(point)
@@ -177,12 +198,19 @@ Move = Callable[[OrderSearch], Iterable[SearchPoint]]
 
 
 def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
-    """A move: another urgency of one to three stretches of ops, or of all ops of some actions. Urgency
-    changes for a full stretch, since what counts is which communication is reached first."""
-    draw, windows = search.draw, search.scope.windows
-    urgency = [list(of_rank) for of_rank in search.point.urgency]
+    """A move: another urgency of one to three stretches of ops, or of all ops of some actions, or another
+    patience of a rank. Urgency changes for a full stretch, since what counts is which communication is
+    reached first."""
+    draw, point, windows = search.draw, search.point, search.scope.windows
+    urgency = [list(of_rank) for of_rank in point.urgency]
     change_us = search.scope.change_us
-    if draw.random() < 0.5 or all(len(window.microbatches) == 1 for window in windows):
+    kind = draw.random()
+    if kind >= 0.92:
+        patience = list(point.patience)
+        patience[draw.randrange(len(patience))] = draw.choice(PATIENCE)
+        yield replace(point, patience=tuple(patience))
+        return
+    if kind < 0.5 or all(len(window.microbatches) == 1 for window in windows):
         for _ in range(draw.choice((1, 1, 2, 3))):
             rank, group = draw.choice(search.groups)
             by_us = draw.gauss(0.0, change_us)
@@ -196,7 +224,7 @@ def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
             for index, node in enumerate(windows[rank].graph.nodes):
                 if node.item.part == part:
                     urgency[rank][index] += by_us
-    yield SearchPoint(tuple(urgency))
+    yield replace(point, urgency=tuple(urgency))
 
 
 class ForwardBackward:
@@ -210,7 +238,8 @@ class ForwardBackward:
        with what begins first as the most urgent.
     3. Where the last move was in vain, ends are a little off, by another draw for each stretch of ops.
 
-    The backward pass is rougher than the walk: lanes take one thing at a time, and nothing slows another.
+    The backward pass is rougher than the walk: lanes take one thing at a time, for as long as it took in the
+    walk, and nothing slows another.
     """
 
     def __init__(self, windows: Sequence[RankWindow]) -> None:
@@ -251,7 +280,7 @@ class ForwardBackward:
                 for window, of in ranks
             )
         )
-        yield SearchPoint(tuple([-us for us in of] for of in begins))
+        yield SearchPoint(tuple([-us for us in of] for of in begins), (0.0,) * len(self._windows))
 
     def begins_us(self, walked: WalkResult, off_us: Mapping[RankNode, float]) -> list[list[float]]:
         """By rank and node, when it begins in the backward pass. off_us: by how much later than in `walked`
@@ -263,7 +292,7 @@ class ForwardBackward:
 
         def can_go(key: RankNode) -> None:
             rank, index = key
-            end_us = walked.ends_us[rank][index] + off_us.get(key, 0.0)
+            end_us = walked.timings[rank].ends_us[index] + off_us.get(key, 0.0)
             heapq.heappush(ready, (-end_us, -index, rank))
 
         def processed(key: RankNode) -> None:
@@ -288,21 +317,22 @@ class ForwardBackward:
     def _begin_us(
         self, rank: int, index: int, walked: WalkResult, begins: Sequence[Sequence[float]], lanes: Lanes
     ) -> float:
-        graph, end_us = self._graphs[rank], walked.step_us
+        graph, timing, end_us = self._graphs[rank], walked.timings[rank], walked.step_us
         node, mine = graph.nodes[index], begins[rank]
         lane_end_us = end_us
         for user in graph.after[index]:
             end_us = min(end_us, mine[user])
             if graph.nodes[user].start == index and graph.nodes[user].role is Role.FINISH:
                 lane_end_us = min(lane_end_us, mine[user])
+        work_us = node.work_us * timing.stretch
         if node.role is Role.START:
-            goes_us = lanes[rank, node.lane].put(lane_end_us, node.time_us)
-            end_us = min(end_us, goes_us + node.work_us)  # it goes to its lane with its start
+            goes_us = lanes[rank, node.lane].put(lane_end_us, timing.lane_us.get(index, node.time_us))
+            end_us = min(end_us, goes_us + work_us)  # it goes to its lane with its start
         elif (rank, index) in self._arrives:
             receiver, receive = self._arrives[rank, index]
             arrives_us = begins[receiver][receive]
             end_us = min(end_us, lanes[rank, f"to {receiver}"].put(arrives_us, node.time_us))
-        return lanes[rank, ""].put(end_us, node.work_us) if node.work_us else end_us
+        return lanes[rank, ""].put(end_us, work_us) if work_us else end_us
 
 
 class _Lane:

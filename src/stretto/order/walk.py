@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -27,15 +27,25 @@ GPTs over pp=2 tp=2: steps are as long as without it, and lanes stall a tenth le
 
 
 @dataclass(frozen=True, slots=True)
+class WalkTimes:
+    """When things happened on one rank. ends_us: by node, when it was done; stretch: how many times its ops'
+    times its compute lane worked; lane_us: by start, how long its collective had its lane."""
+
+    ends_us: Sequence[float]
+    stretch: float
+    lane_us: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class WalkResult:
     """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
-    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; ends_us: by
-    rank and node, when it was done; peak_bytes: the most of a rank, where memory is counted."""
+    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by
+    rank; peak_bytes: the most of a rank, where memory is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
     exposed_us: float
-    ends_us: tuple[Sequence[float], ...] = field(default=(), repr=False)
+    timings: tuple[WalkTimes, ...] = field(default=(), repr=False)
     peak_bytes: int = 0
 
     @property
@@ -54,7 +64,7 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
     most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
-            rank.last_us = most_us - rank.graph.work_us
+            rank.last_us = most_us - rank.window.work_us
             rank.begin()
         resources.clock.run()
     except TooLongError:
@@ -66,15 +76,15 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
         step_us,
         tuple(tuple(rank.order) for rank in ranks),
         sum(rank.exposed_us for rank in ranks),
-        tuple(rank.ends_us for rank in ranks),
+        tuple(rank.timing() for rank in ranks),
         max(rank.memory.peak if rank.memory is not None else 0 for rank in ranks),
     )
 
 
 class LaneWalk(ABC):
-    """One rank's compute lane. order: the nodes so far; ends_us: by node; late_us: when the gradient
-    reductions that it starts have ended; memory: of the rank, if it is counted; last_us: the most that the
-    lane may have waited when it goes on."""
+    """One rank's compute lane. order: the nodes so far; late_us: when the gradient reductions
+    that it starts have ended; worked_us: how long the lane has worked;
+    memory: of the rank, if it is counted; last_us: the most that the lane may have waited when it goes on."""
 
     last_us: float
 
@@ -83,9 +93,9 @@ class LaneWalk(ABC):
     ) -> None:
         self.graph = window.graph
         self.order: list[int] = []
-        self.end_us = self.exposed_us = self.late_us = 0.0
+        self.end_us = self.exposed_us = self.late_us = self.worked_us = 0.0
         self.memory = memory
-        self.resources = resources
+        self._resources = resources
         self._clock = resources.clock
         self._rank = rank
         self.window = window
@@ -96,15 +106,27 @@ class LaneWalk(ABC):
         """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
         self._idle_since_us: float | None = None
         """Since when the lane has waited, and no one has counted."""
-        self.ends_us = [0.0] * len(self.graph.nodes)
+        self._ends_us = [0.0] * len(self.graph.nodes)
         self._work_us = 0.0
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or waits."""
         for node in self.graph.nodes:
             if node.role is Role.RECEIVE:
-                self.resources.post(node, self._microbatch(node))
+                self._resources.post(node, self._microbatch(node))
         self._go_on()
+
+    def timing(self) -> WalkTimes:
+        """At the end of the walk."""
+        lane_us: dict[int, float] = {}
+        free_us: dict[str, float] = {}
+        for index, started in sorted(self._started.items(), key=lambda pair: pair[1].done_us):
+            lane = self.graph.nodes[index].lane
+            begun_us = max(free_us.get(lane, 0.0), self._ends_us[index])
+            lane_us[index] = max(0.0, started.done_us - begun_us)
+            free_us[lane] = started.done_us
+        stretch = self.worked_us / self._work_us if self._work_us else 1.0
+        return WalkTimes(self._ends_us, stretch, lane_us)
 
     @abstractmethod
     def _go_on(self) -> None:
@@ -119,7 +141,7 @@ class LaneWalk(ABC):
         if node.role is Role.FINISH and node.start >= 0:
             moment: Moment | None = self._started[node.start].done
         elif node.role is Role.FINISH or node.role is Role.RECEIVE:
-            moment = self.resources.arrival(node, self._microbatch(node))
+            moment = self._resources.arrival(node, self._microbatch(node))
         else:
             return None
         return None if moment is None or moment.happened else moment
@@ -130,7 +152,7 @@ class LaneWalk(ABC):
             if self.graph.nodes[index].role in (Role.START, Role.FINISH):
                 self.exposed_us += self._clock.now_us - self._idle_since_us
             self._idle_since_us = self._clock.now_us
-        self.resources.soon(self._resume)
+        self._resources.soon(self._resume)
 
     def _resume(self) -> None:
         if not self._working:
@@ -146,7 +168,7 @@ class LaneWalk(ABC):
         for index in nodes:
             node = self.graph.nodes[index]
             self._placed[index] = True
-            self.ends_us[index] = now_us
+            self._ends_us[index] = now_us
             self.order.append(index)
             work_us += node.work_us
             if self.memory is not None:
@@ -181,42 +203,62 @@ class LaneWalk(ABC):
 
     def _work(self, index: int, work_us: float) -> bool:
         """Let the lane work; whether that is over."""
+        since_us = self._clock.now_us
         self._work_us += work_us
-        if self.resources.skip(work_us):
-            self.resources.worked(self._rank, self._straggler, work_us)
+        if self._resources.skip(work_us):
+            self._stop(since_us, work_us)
             return True
         self._working = True
-        self.resources.work(self._rank, work_us, partial(self._worked, index, work_us))
+        self._resources.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
         return False
 
-    def _worked(self, index: int, work_us: float) -> None:
+    def _worked(self, index: int, since_us: float, work_us: float) -> None:
         self._working = False
-        self.resources.worked(self._rank, self._straggler, work_us)
+        self._stop(since_us, work_us)
         self._done(index)
         self._go_on()
 
+    def _stop(self, since_us: float, work_us: float) -> None:
+        self.worked_us += self._clock.now_us - since_us
+        self._resources.worked(self._rank, self._straggler, work_us)
+
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
-        self.ends_us[index] = self._clock.now_us
+        self._ends_us[index] = self._clock.now_us
         node = self.graph.nodes[index]
         if node.role is Role.COMPUTE:
             return
         if node.role is Role.SEND:
-            self.resources.send(node, self._microbatch(node))
+            self._resources.send(node, self._microbatch(node))
         elif node.role is Role.START:
-            self._started[index] = self.resources.start(self._rank, self.window, index)
+            self._started[index] = self._resources.start(self._rank, self.window, index)
         elif node.role is Role.SUM:
-            self._started[index] = self.resources.start(self._rank, self.window, index)
+            self._started[index] = self._resources.start(self._rank, self.window, index)
             self.late_us = max(self.late_us, self._started[index].done_us)
 
 
-def replay(graph: WindowGraph, order: Sequence[int]) -> WalkResult:
-    """Walk a legal order of the graph's nodes; peak_bytes are above the memory at the window's begin."""
-    memory = WindowMemory(len(graph.nodes), graph.storages)
-    rank = GivenOrder(WindowResources(graph.skew), 0, make_rank_window(graph), order, memory)
-    result = walk(rank.resources, [rank])
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """end_us: when the window has ended; stall_us: of that, how long the compute lane waited; peak_bytes: the
+    most memory above that at its begin.
+
+    late_us: when the window and the gradient reductions that it starts have ended.
+    """
+
+    end_us: float
+    stall_us: float
+    peak_bytes: int
+    late_us: float
+
+
+def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
+    """Walk a legal order of the graph's nodes."""
+    resources, memory = WindowResources(graph.skew), WindowMemory(len(graph.nodes), graph.storages)
+    rank = GivenOrder(resources, 0, make_rank_window(graph), order, memory)
+    result = walk(resources, [rank])
     assert result is not None, "a legal order of one window comes to its end"
-    return result
+    end_us = rank.end_us
+    return Replay(end_us, end_us - rank.worked_us, memory.peak, result.step_us)
 
 
 class GivenOrder(LaneWalk):

@@ -79,7 +79,7 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
         key = graph.key()
         if key not in known:
             order = list_order(graph) if graph.communicates else range(len(graph.nodes))
-            known[key] = replay(graph, order).step_us
+            known[key] = replay(graph, order).end_us
         return known[key] + costs.action_us
 
     stages = range(len(job.stages))

@@ -36,10 +36,13 @@ class Straggler:
         that."""
         self._behind_us += self._skew * work_us + behind_us
 
+    def late_us(self, slack_us: float) -> float:
+        """How long a wait would be for the slowest rank. slack_us: since when the collective is done."""
+        return max(0.0, self._behind_us - slack_us)
+
     def meet(self, slack_us: float) -> float:
-        """The ranks wait for a collective; how long they do so for the slowest. slack_us: since when it is
-        done."""
-        late_us = max(0.0, self._behind_us - slack_us)
+        """The ranks wait for such a collective; how long they do so for the slowest."""
+        late_us = self.late_us(slack_us)
         self._behind_us = min(self._behind_us, slack_us)
         return late_us
 

@@ -228,7 +228,7 @@ def exposure_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Exposure:
         if not graph.communicates or not graph.work_us:
             return 1.0
         order = range(len(graph.nodes)) if job.overlap == "off" else list_order(graph)
-        return max(1.0, replay(graph, order).step_us / graph.work_us)
+        return max(1.0, replay(graph, order).end_us / graph.work_us)
 
     forward, into, weight, backward = (
         Action(middle, phase, 0) for phase in (Phase.F, Phase.I, Phase.W, Phase.B)
