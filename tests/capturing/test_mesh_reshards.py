@@ -336,7 +336,7 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
 def test_code_that_communicates_by_itself_is_refused() -> None:
     def exchanged(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
         made: torch.Tensor = all_to_all_single_autograd(stretto.local(h), None, None, dist.group.WORLD)  # type: ignore[arg-type]
-        return made
+        return torch.cat((made, made), dim=1)  # as many columns as the next layer reads
 
     with pytest.raises(stretto.CaptureError, match="communicates in a way of its own"):
         captured(lambda meshes: Between(meshes, exchanged))

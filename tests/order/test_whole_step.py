@@ -163,7 +163,7 @@ def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
     rest = [item for item in window.items if item.part != backward]
     broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=(*first, *rest))})
     said = [str(fault) for fault in plan_faults(broken)]
-    assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
+    assert any("which is made later, at item" in fault for fault in said), said
     assert any("of 1F of the same microbatch, item" in fault for fault in said), said
 
 

@@ -157,7 +157,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sequence without ranks": (lambda: Parallel(sequence_parallel=True), "sequence_parallel"),
     "a plan without ranks": (lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan"),
-    "chunks of a shared sequence": (lambda: Parallel(cp=2, ampipe_degree=2), "does not go with cp = 2 yet"),
 }
 
 

@@ -132,6 +132,6 @@ def test_a_constant_that_changes_names_the_mark() -> None:
 
     job = capture(MODEL, {**batch_of(), "scale": 2}, loss, Parallel(microbatches=2))
     with pytest.raises(
-        UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.replicated\(x\), in"
+        UsageError, match=r"'scale' is 3, but .* 2: .* Mark what changes stretto\.replicated\(x\), in"
     ):
         fit_batch(job, {**batch_of(), "scale": 3}, CPU)

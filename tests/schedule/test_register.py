@@ -159,8 +159,11 @@ def test_ranks_may_have_unequally_many_stages(tmp_path: Path) -> None:
             {"stages": 2, "split": ["a", "b"]},
             "stages = 2 makes 2 stages, but split names 2 modules and so",
         ),
-        ({"schedule": 3}, "3 is neither a schedule's name, nor the path of a .csv, nor a Schedule"),
-        ({"schedule": ""}, "'' is neither a schedule's name"),
+        (
+            {"schedule": 3},
+            "schedule = 3: input should be a valid string, or",
+        ),
+        ({"schedule": ""}, "schedule = '': string should have at least 1 character"),
     ],
 )
 def test_what_does_not_fit_is_told_at_once(given: dict[str, Any], message: str) -> None:

@@ -100,7 +100,7 @@ class Emitter:
         outputs = self._made(target, args, given)
         if len(like) == len(outputs) > 1:
             pairs = zip(outputs, like, strict=True)
-            outputs = tuple(own if full is None or full.numel else full for own, full in pairs)
+            outputs = tuple(None if full is None else own if full.numel else full for own, full in pairs)
         name = self.fresh(name)
         is_view = _is_view(target) or (target == GETITEM and args[0].name in self._several_views)
         alias = args[0].name if is_view else None
