@@ -29,6 +29,7 @@ from stretto.passes.step import SEARCH_S
 from stretto.runtime.local import run_threads
 from stretto.simulating import simulate
 from stretto.verifying import verify
+from tests.cells import slow
 from tests.clusters import cores
 from tests.parallelize import mixtures
 from tests.parallelize.equality import (
@@ -77,21 +78,21 @@ def ops_of(job: Job) -> list[Op]:
     ("name", "how"),
     [
         ("gpt", {}),
-        ("gpt", {"cp": 4}),
+        slow("gpt", {"cp": 4}),
         ("gpt", {"cp": 4, "cp_kind": "gathered"}),
-        ("llama", {"cp": 4, "cp_kind": "ulysses"}),
+        slow("llama", {"cp": 4, "cp_kind": "ulysses"}),
         ("llama", {"cp_kind": "ulysses", **SP}),
         ("llama, fewer heads of keys", {"cp_kind": "gathered", **SP}),
-        ("gpt tied, learned positions", {"dp": 2}),
-        ("llama, fewer heads of keys", {}),
-        ("gpt2", {"tp": 2}),
+        slow("gpt tied, learned positions", {"dp": 2}),
+        slow("llama, fewer heads of keys", {}),
+        slow("gpt2", {"tp": 2}),
         ("gemma2", {}),  # attention of products and a softmax
-        ("llama", SP),
+        slow("llama", SP),
         ("llama, fewer heads of keys", {"tp": 4, "sequence_parallel": True}),
-        ("gpt", {"pp": 2, "schedule": "1f1b"}),
+        slow("gpt", {"pp": 2, "schedule": "1f1b"}),
         ("gpt", {"pp": 2, "schedule": "interleaved-1f1b", "stages": 4, **SP}),
         ("llama", {"pp": 2, "schedule": "zb-h2", "recompute": "selective"}),
-        ("gpt", {"recompute": "full"}),
+        slow("gpt", {"recompute": "full"}),
         ("llama, fewer heads of keys", {"ampipe_degree": 2}),
         ("gpt", {"ampipe_degree": 3, "cp_kind": "gathered"}),
         ("gpt", {"ampipe_degree": 2, "cp_kind": "ulysses"}),
@@ -290,7 +291,12 @@ MASKS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Tensor], float]] 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(
     "how",
-    [{}, {"cp": 4, "cp_kind": "gathered"}, {"cp_kind": "ulysses"}, {"pp": 2, "cp_kind": "gathered"}],
+    [
+        {},
+        slow({"cp": 4, "cp_kind": "gathered"}),
+        {"cp_kind": "ulysses"},
+        slow({"pp": 2, "cp_kind": "gathered"}),
+    ],
     ids=str,
 )
 def test_masks_are_cut_by_rows(name: str, how: dict[str, Any]) -> None:
@@ -315,7 +321,7 @@ def test_an_encoder_with_biases_and_padding_equals_the_plain_model() -> None:
     assert_plan_is_plain(plan, model, loss, padded(), least=1e-3)
 
 
-@pytest.mark.parametrize("how", [{}, {"dp": 2}, {**SP, "pp": 2}], ids=str)
+@pytest.mark.parametrize("how", [{"dp": 2}, slow({}), slow({**SP, "pp": 2})], ids=str)
 def test_a_sum_is_divided_by_the_count_of_all_tokens(how: dict[str, Any]) -> None:
     """Some ranks have none that count."""
     model, batch = small("LlamaForCausalLM").double(), batch_of(8)
