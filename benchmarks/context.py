@@ -3,15 +3,15 @@
 A GPT whose sequence cp ranks share, one on each host; float32, one thread a rank. A worker (`run_worker`,
 once on each host):
 
-    1. captures the step with each kind of context parallelism, and measures the costs of each on this network,
-       once; all plans of a kind are made from them;
+    1. captures the step with each kind of context parallelism, and measures the costs of each on this
+       network, once; all plans of a kind are made from them;
     2. runs every system once: gradients and loss must be those of the plain model, and a ring that waits at
        once must be bitwise the one that does not, or the race is void;
     3. lets the systems take turns (`benchmarks.racing`); the costs of the ring are measured again after the
        last, for the bound.
 
-PyTorch's own is `benchmarks.torch_context`. What is hidden is of the ring's messages: those that carry keys and
-values, and those that bring their gradients home.
+PyTorch's own is `benchmarks.torch_context`. What is hidden is of the ring's messages: those that carry keys
+and values, and those that bring their gradients home.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ VERSION = 1
 """Of the JSON: it goes up when a key changes its meaning or is gone."""
 
 SHAPES = {2: ContextRace(cp=2), 4: ContextRace(cp=4)}
-"""Hosts, a rank on each -> the race. Four have half a core each and half as many tokens: a race of either takes
-as long."""
+"""Hosts, a rank on each -> the race. Four have half a core each and half as many tokens: a race of either
+takes as long."""
 
 
 def races(rates: Sequence[str], hosts: Sequence[int], *, rounds: int) -> list[ContextRace]:
@@ -218,9 +218,7 @@ def run_worker(setup: ContextRace, kept: str = "") -> Any:
             say_on_first(f"{system.kind}: costs are measured")
         plans[name] = make_plan(job, costs[system.kind], overlap=system.overlap)
     runners = start_runners(plans, model)
-    theirs = {
-        name: TorchContext(model, setup.microbatches, rotation) for name, rotation in ROTATIONS.items()
-    }
+    theirs = {name: TorchContext(model, setup.microbatches, rotation) for name, rotation in ROTATIONS.items()}
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners, theirs)
     # 3. In turn.

@@ -118,8 +118,8 @@ def context_table(race: Row) -> Grid:
     }
     setup = race["setup"]
     return grid_of(
-        f"cp={setup['cp']}, {setup['sequence']} tokens, hidden {setup['hidden']}, {setup['rate']}: communication "
-        f"takes {setup['communication_over_compute']:.2f} of compute",
+        f"cp={setup['cp']}, {setup['sequence']} tokens, hidden {setup['hidden']}, {setup['rate']}: "
+        f"communication takes {setup['communication_over_compute']:.2f} of compute",
         columns,
         race["rows"],
         caption=f"{setup['layers']} layers, {setup['microbatches']} microbatches, medians of "

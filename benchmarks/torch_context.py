@@ -6,10 +6,10 @@ aten._scaled_dot_product_flash_attention_for_cpu.default does not have a shardin
 its ring is given that kernel here. No other file names what is private to it.
 
     1. `context_parallel` cuts ids, labels and the tables of rotary angles, which are buffers, as it wants.
-    2. Attention is PyTorch's ring, forward and backward, around the kernel of processors. A message is started
-       before the attention under which it travels: by all-to-all from rank to rank, or, as is its default, by
-       one all-gather. Gradients of keys and values always go from rank to rank.
-    3. Gradients of parameters are averaged by `DistributedDataParallel`, under the last microbatch's backward.
+    2. Attention is PyTorch's ring, forward and backward, around the kernel of processors. A message is
+       started before the attention under which it travels: by all-to-all from rank to rank, or, as is its
+       default, by one all-gather. Gradients of keys and values always go from rank to rank.
+    3. Gradients of parameters are averaged by `DistributedDataParallel`, under the last backward.
 """
 
 from __future__ import annotations
