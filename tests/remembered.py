@@ -54,10 +54,10 @@ def told(value: Any) -> Hashable:
         return frozenset(value)
     elif isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= FEW and not value.is_meta:
         return (value.dtype, value.shape, tuple(value.flatten().tolist()))
-    elif dataclasses.is_dataclass(value):
-        return (type(value), told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}))
     elif hasattr(value, "to_json_string") and hasattr(value, "__dict__"):  # configurations of transformers
         return (type(value), value.to_json_string(), getattr(value, "_attn_implementation", None))
+    elif dataclasses.is_dataclass(value):
+        return (type(value), told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}))
     raise UntoldError(type(value).__name__)
 
 

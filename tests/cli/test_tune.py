@@ -96,7 +96,7 @@ def test_a_family_that_the_tasks_file_registers_is_chosen_from(tmp_path: Path) -
         (("--cluster", "local"), "stretto calibrate"),
         (("--cluster", "h100x2"), "--devices 4: h100x2 has 2"),
         (("--cluster", "nothing"), "--cluster nothing: unknown cluster"),
-        (("--fix", "cp=2"), "expected KEY=VALUE with a key of"),
+        (("--fix", "zp=2"), "expected KEY=VALUE with a key of"),
         (("-o", "nowhere/tuned.toml"), "does not exist; create it"),
         (("--fix", "tp=3"), "no layout of 4 devices fits these settings"),
     ],

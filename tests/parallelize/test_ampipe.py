@@ -154,8 +154,9 @@ def _written(x: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor) -> Tensor:
-    x /= x.square().sum(dim=-1, keepdim=True)
-    return x
+    made = x.clone()
+    made /= x.square().sum(dim=-1, keepdim=True)
+    return made
 
 
 def _token(x: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ CALLS = {
     "in place": lambda x: x.clone().mul_(2.0) + x,
     "expanded": lambda x: x.unsqueeze(1).expand(2, 3, 12, 8),
     "written in parts": _written,
-    "divided": lambda x: _divided(x.clone()),
+    "divided": _divided,
     "a token written": lambda x: _token(x.clone()),
     "scattered": lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, dim=-1).indices, 1.0),
     "split": lambda x: torch.cat(x.split([3, 5], dim=-1)[::-1], dim=-1),
