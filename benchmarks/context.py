@@ -56,7 +56,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import Timeline
-from stretto.measure.measured import measured_costs
+from stretto.measure.measured import measure_forms
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
@@ -207,16 +207,15 @@ def run_worker(setup: ContextRace, kept: str = "") -> Any:
     model, batch = setup.build()
     if kept == PROBE:
         job = setup.capture(model, batch)
-        return [asdict(work_of(job, _measured(job), [0], AXIS))]
+        return [asdict(work_of(job, *_measured(job), [0], AXIS))]
     # 1. All plans of a kind from the same costs.
-    costs: dict[str, Costs] = {}
-    plans: dict[str, Plan] = {}
-    for name, system in SYSTEMS.items():
-        job = plans[BLOCKING].job if system.kind in costs else setup.capture(model, batch, system.kind)
-        if system.kind not in costs:
-            costs[system.kind] = _measured(job)
-            say_on_first(f"{system.kind}: costs are measured")
-        plans[name] = make_plan(job, costs[system.kind], overlap=system.overlap)
+    kinds = list(dict.fromkeys(system.kind for system in SYSTEMS.values()))
+    jobs = {kind: setup.capture(model, batch, kind) for kind in kinds}
+    costs = dict(zip(kinds, _measured(*jobs.values()), strict=True))
+    plans = {
+        name: make_plan(jobs[system.kind], costs[system.kind], overlap=system.overlap)
+        for name, system in SYSTEMS.items()
+    }
     runners = start_runners(plans, model)
     theirs = {name: TorchContext(model, setup.microbatches, rotation) for name, rotation in ROTATIONS.items()}
     # 2. The same numbers.
@@ -225,7 +224,7 @@ def run_worker(setup: ContextRace, kept: str = "") -> Any:
     torchs = {name: fresh(one.parameters(), partial(one.step, batch)) for name, one in theirs.items()}
     times, timelines = take_turns(runners, torchs, batch, setup.rounds)
     ring = plans[RING]
-    again = with_costs(ring, _measured(ring.job))
+    again = with_costs(ring, *_measured(ring.job))
     if not is_first():
         return None
     keep_runs(kept, runners, timelines)
@@ -234,8 +233,8 @@ def run_worker(setup: ContextRace, kept: str = "") -> Any:
     return make_result(setup, plans_of(runners), times, timelines, work, bound, **more)
 
 
-def _measured(job: Job) -> Costs:
-    return measured_costs(job, choose_schedule(job))
+def _measured(*jobs: Job) -> list[Costs]:
+    return measure_forms(jobs, [choose_schedule(job) for job in jobs], say=say_on_first)
 
 
 def _check_equal(
