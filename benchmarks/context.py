@@ -212,10 +212,10 @@ def run_worker(setup: ContextRace, kept: str = "") -> Any:
     kinds = list(dict.fromkeys(system.kind for system in SYSTEMS.values()))
     jobs = {kind: setup.capture(model, batch, kind) for kind in kinds}
     costs = dict(zip(kinds, _measured(*jobs.values()), strict=True))
-    plans = {
-        name: make_plan(jobs[system.kind], costs[system.kind], overlap=system.overlap)
-        for name, system in SYSTEMS.items()
-    }
+    plans: dict[str, Plan] = {}
+    for name, system in SYSTEMS.items():
+        say_on_first(f"planning {name}")
+        plans[name] = make_plan(jobs[system.kind], costs[system.kind], overlap=system.overlap)
     runners = start_runners(plans, model)
     theirs = {name: TorchContext(model, setup.microbatches, rotation) for name, rotation in ROTATIONS.items()}
     # 2. The same numbers.
