@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from stretto.batch.tree import microbatch_shapes
-from stretto.errors import UsageError
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
 FEW = 4096
@@ -91,16 +88,13 @@ def told_of_model(model: nn.Module) -> Hashable:
     return (tuple(modules), tuple(tensors))
 
 
-def told_of_batch(batch: Any, microbatches: int) -> Hashable:
-    """Of one microbatch: a batch of more of them is traced alike."""
-    leaves = batch if isinstance(batch, dict) else {"": batch}
-    if any(type(leaf) is not Tensor for leaf in leaves.values()):
+def told_of_batch(batch: Any, leaves: Mapping[str, Tensor]) -> Hashable:
+    """leaves: of one microbatch, without elements: a batch of more of them is traced alike."""
+    given = batch if isinstance(batch, dict) else {"": batch}
+    if any(type(leaf) is not Tensor for leaf in given.values()):
         raise UntoldError("a batch of another kind")
-    try:
-        shapes = microbatch_shapes(batch, microbatches).values()
-    except UsageError as error:
-        raise UntoldError("a batch that capture refuses") from error
-    return tuple((n, x.dtype, shape, x.device) for (n, x), shape in zip(leaves.items(), shapes, strict=True))
+    shapes = ((x.dtype, tuple(x.shape), x.device) for x in leaves.values())
+    return tuple((name, *shape) for name, shape in zip(given, shapes, strict=True))
 
 
 class Kept(dict[Hashable, Any]):
@@ -131,10 +125,10 @@ class Remembered:
 def remembering_exports(export: Callable[..., Any], kept: Remembered) -> Callable[..., Any]:
     """`stretto.capturing.trace._exported` that exports only what is not among those kept."""
 
-    def exported(setup: Any) -> Any:
+    def exported(setup: Any, repeats: bool) -> Any:
         if kept.now is None:
-            return export(setup)
-        return kept.exported.of(kept.now, lambda: export(setup))
+            return export(setup, repeats)
+        return kept.exported.of(kept.now, lambda: export(setup, repeats))
 
     return exported
 
@@ -142,35 +136,24 @@ def remembering_exports(export: Callable[..., Any], kept: Remembered) -> Callabl
 def remembering(trace: Callable[..., Any], kept: Remembered) -> Callable[..., Any]:
     """`stretto.capturing.trace._trace` that makes a trace only if it is not among those kept."""
 
-    def traced(
-        model: nn.Module,
-        batch: Any,
-        loss: Any,
-        microbatches: int,
-        param_dtype: torch.dtype | None,
-        device: Any,
-        layout: Any,
-        skip_passes: Collection[str],
-        meshes: Any,
-        repeats: bool,
-    ) -> Any:
-        settings = (param_dtype, device, layout, repeats)
-        arguments = (model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes)
+    def traced(setup: Any, repeats: bool) -> Any:
+        settings = (setup.param_dtype, setup.at, setup.absent, setup.device, setup.layout, repeats)
         try:
-            if meshes is not None:
+            if setup.meshes is not None:
                 raise UntoldError("on meshes")
-            key = (told_of_model(model), told_of_batch(batch, microbatches), told(loss), told(settings))
+            leaves = told_of_batch(setup.batch, setup.leaves)
+            key = (told_of_model(setup.model), leaves, told(setup.loss), told(settings))
             hash(key)
         except (UntoldError, TypeError):
-            return trace(*arguments, repeats=repeats)
+            return trace(setup, repeats=repeats)
 
         def make() -> Any:
             kept.now = key
             try:
-                return trace(*arguments, repeats=repeats)
+                return trace(setup, repeats=repeats)
             finally:
                 kept.now = None
 
-        return kept.traces.of((key, tuple(skip_passes)), make)
+        return kept.traces.of((key, tuple(setup.skip_passes)), make)
 
     return traced

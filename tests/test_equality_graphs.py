@@ -52,7 +52,8 @@ def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
     model = draw_model(draw)
     microbatches = draw.randint(1, 4)
     found = trace(model, batch_of(2 * microbatches), loss_of, microbatches=microbatches)
-    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    origins = [origin for _, origin in found.program.ops]
+    at = sorted({origin.segment for origin in origins if not origin.backward and origin.segment})
     stages = draw.randint(2, min(6, len(at) + 1))
     job = cut(found, place(found, stages, sorted(draw.sample(at, stages - 1))), stages, microbatches)
     walk = random_schedule(draw, stages, microbatches, draw.randint(2, stages))
@@ -90,7 +91,8 @@ def test_any_graph_of_stages_equals_the_plain_model(seed: int) -> None:
 def test_a_value_that_only_a_backward_reads_is_sent_to_that() -> None:
     model = one_read_late()
     found = trace(model, batch_of(4), loss_of, microbatches=2)
-    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    origins = [origin for _, origin in found.program.ops]
+    at = sorted({origin.segment for origin in origins if not origin.backward and origin.segment})
     job = cut(found, place(found, len(at) + 1, at), len(at) + 1, 2)
     assert [f"{edge.source}{edge.phase}>{edge.target}{edge.user_phase}" for edge in job.edges].count(
         "2F>4I"

@@ -186,7 +186,9 @@ def test_saved_under_one_layout_and_loaded_under_others(tmp_path: Path) -> None:
     layouts = (["tp=2"], ["pp=2"], ["pp=2", "tp=2"], ["dp=2"])
     found = [loss for words in layouts for loss in losses(tmp_path / "many", *words)]
     assert found == pytest.approx(straight, rel=1e-4)
-    plain = GPT(GPTConfig(64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=True), seed=1)
+    plain = GPT(
+        GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=True), seed=1
+    )
     plain.load_state_dict(torch.load(tmp_path / "many.pt"))
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     assert float(next_token_loss(plain, tokens)) < straight[-1]

@@ -20,7 +20,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.torch_transport import TorchTransport
-from stretto.runtime.transport import Pending, ThreadTransport, Transport
+from stretto.runtime.transport import Handle, ThreadTransport, Transport
 from tests.runtime.launch import launch
 
 ROWS = 6
@@ -122,10 +122,10 @@ class SingleRank(SingleRankEnd):
         Transport.__init__(self, rank, size)
         self.members = {"tp": tuple(range(size))}
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Pending:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         if fill is not None:
             fill()
-        return Pending(lambda: None)
+        return Handle(lambda: None)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -152,7 +152,7 @@ def test_a_batch_with_other_constants() -> None:
         ({**batch, "weights": array(2500, 1.0)}, "leaf 'weights' is numpy <f8[5000] sha256"),
         ({**batch, "pair": Pair(1, {})}, "leaf 'pair.1' is dict{}, but the plan was captured with list"),
         ({**batch, "pair": Pair(1, ["a"])}, "leaf 'pair.1.0' is 'a'"),
-        ({**batch, "scale": 2.0}, "leaf 'scale' is 2.0, and the batch that was captured did not have it"),
+        ({**batch, "scale": 2.0}, "leaf 'scale' is 2.0, but the plan was captured with none"),
         ({"x": rows(), "pair": Pair(1, [])}, "leaf 'weights' is missing"),
     ):
         with pytest.raises(stretto.UsageError) as caught:

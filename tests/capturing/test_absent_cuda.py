@@ -36,18 +36,18 @@ def traced(heads: int, dtype: torch.dtype | None) -> Traced:
 
 
 def targets(found: Traced) -> list[str]:
-    return [item.op.target for item in found.ops]
+    return [op.target for op, _ in found.program.ops]
 
 
 def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backward() -> None:
     found = traced(2, torch.bfloat16)
-    assert found.device == "cuda"
+    assert found.job.device == "cuda"
     assert targets(found).count(FLASH) == 2
     assert targets(found).count(FLASH.replace(".default", "_backward.default")) == 2
-    (spec,) = {i.op.outputs[0] for i in found.ops if i.op.target == FLASH}
+    (spec,) = {op.outputs[0] for op, _ in found.program.ops if op.target == FLASH}
     assert spec is not None
     assert spec.shape == (2, 2, 16, 16)
-    assert all(item.op.flops > 0 for item in found.ops if "flash_attention" in item.op.target)
+    assert all(op.flops > 0 for op, _ in found.program.ops if "flash_attention" in op.target)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,9 @@ def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
 
 def test_layer_norms_keep_their_statistics_in_float32() -> None:
     found = traced(2, torch.bfloat16)
-    norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
-    parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
+    ops = [op for op, _ in found.program.ops]
+    norms = {op.name: op for op in ops if op.target == "aten.native_layer_norm.default"}
+    parts = [op for op in ops if op.target == "getitem" and op.args[0].name in norms]
     full = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
     taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
     assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}

@@ -64,6 +64,13 @@ def test_one_trace_gives_the_jobs_of_captures_of_their_own(
     assert len(traced) == 2
 
 
+def test_all_layouts_are_made_of_one_trace(traced: list[object]) -> None:
+    captures = Captures(*given())
+    for how in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"ampipe_degree": 2}):
+        captures.job(Parallel(microbatches=4, **how))
+    assert len(traced) == 1
+
+
 def test_what_a_trace_does_not_depend_on_is_known_by_name() -> None:
     """A new setting has to be put in one of the two lists."""
     after = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "stages", "microbatch_group", "split"}

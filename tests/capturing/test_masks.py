@@ -69,7 +69,7 @@ def calls_of(ops: Iterable[Op]) -> list[Call]:
 
 
 def traced_calls(model: nn.Module, batch: Any, loss: Any) -> list[Call]:
-    return calls_of(item.op for item in trace(model, batch, loss).ops)
+    return calls_of(op for op, _ in trace(model, batch, loss).program.ops)
 
 
 def assert_numbers(model: nn.Module, batch: Any, loss: Any) -> None:
@@ -252,7 +252,7 @@ LIKE_OTHERS = ("expanded", "row by row", "log", "through a view", "through data"
 def test_masks_made_by_hand(name: str) -> None:
     make, expected = MASKS[name]
     model, x = Hand(make), torch.randn(4, T, 8)
-    ops = [item.op for item in trace(model, x, square, microbatches=2).ops]
+    ops = [op for op, _ in trace(model, x, square, microbatches=2).program.ops]
     assert calls_of(ops) == [expected]
     assert expected == MASKED or not [op for op in ops if "tril" in op.target or "arange" in op.target]
     if name in ("lowest", "through data of a view", "window"):

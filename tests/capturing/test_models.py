@@ -173,7 +173,7 @@ def test_batches_are_trees() -> None:
         "empty": torch.zeros(8, 0),
     }
     found = trace(model, batch, mean_square, microbatches=4)
-    assert [name for name, _ in found.batch] == ["ids", "mask", "nested.pair.1.0", "empty"]
+    assert [name for name, _ in found.job.batch] == ["ids", "mask", "nested.pair.1.0", "empty"]
     plan = plan_of(evenly(found, 2, 4), "zb-h1")
     assert_equal(run(plan, model, batch), plain(model, batch, mean_square), 1e-10)
 
@@ -214,7 +214,7 @@ def test_autocast_inside_the_loss_is_captured() -> None:
             return model(batch).float().square().mean()
 
     found = trace(model, batch, loss, microbatches=1)
-    assert any("bfloat16" in str(item.op.outputs[0]) for item in found.ops)
+    assert any("bfloat16" in str(op.outputs[0]) for op, _ in found.program.ops)
     # The same casts and kernels in the same order: nothing may differ in one microbatch.
     expected = plain(model, batch, loss)
     assert_equal(run(lowered(job_of(found, 2, 1), "1f1b"), model, batch), expected, 1e-6)

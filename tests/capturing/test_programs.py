@@ -39,9 +39,9 @@ from tests.runtime.equality import (
 def check_programs(job: Job, found: Traced) -> None:
     """The properties of every partition."""
     made_by = Counter(op.name for stage in job.stages for ops in stage.ops.values() for op in ops)
-    backward = {item.op.name for item in found.ops if item.backward}
-    gone = {item.op.name for item in found.ops} - set(made_by)
-    sums = set(made_by) - {item.op.name for item in found.ops}
+    backward = {op.name for op, origin in found.program.ops if origin.backward}
+    gone = {op.name for op, _ in found.program.ops} - set(made_by)
+    sums = set(made_by) - {op.name for op, _ in found.program.ops}
     assert gone <= {name for name in backward if found_op(found, name).target == "aten.add.Tensor"}
     assert all(made_by[name] == 1 for name in backward - gone), "a backward op is in one place"
     assert all("_part" in name for name in sums)
@@ -76,7 +76,7 @@ def check_programs(job: Job, found: Traced) -> None:
 
 
 def found_op(found: Traced, name: str):
-    return next(item.op for item in found.ops if item.op.name == name)
+    return next(op for op, _ in found.program.ops if op.name == name)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -154,7 +154,8 @@ def check_graph(wires: list[tuple[int, int, int]], stages: int, data: st.DataObj
         return model(batch).square().mean()
 
     found = trace(model, batch, loss, microbatches=4)
-    places = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    origins = [origin for _, origin in found.program.ops]
+    places = sorted({at.segment for at in origins if not at.backward and at.segment})
     cuts = sorted(data.draw(st.sets(st.sampled_from(places), min_size=stages - 1, max_size=stages - 1)))
     job = cut(found, place(found, stages, cuts), stages, 4)
     check_programs(job, found)
@@ -184,6 +185,6 @@ def test_heads_that_share_keys_count_the_same_work_as_heads_with_keys_of_their_o
     counted = []
     for own in (False, True):
         found = trace(_Attends(own), x, lambda model, batch: model(batch).square().mean(), microbatches=1)
-        counted.append([i.op.flops for i in found.ops if "scaled_dot_product" in i.op.target])
+        counted.append([op.flops for op, _ in found.program.ops if "scaled_dot_product" in op.target])
     product = 2 * 2 * 4 * 6 * 6 * 8  # multiply and add, batch, heads, rows, keys, width
     assert counted == [[2 * product, 5 * product]] * 2

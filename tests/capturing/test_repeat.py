@@ -69,7 +69,16 @@ def huggingface(kind: str, layers: int, **more: Any) -> nn.Module:
     ],
 )
 def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, sp: bool, caplog: Any) -> None:
-    config = GPTConfig(64, layers, 32, 4, 16, positions=positions, tie_embeddings=tied, dropout=dropout)
+    config = GPTConfig(
+        vocab_size=64,
+        layers=layers,
+        hidden=32,
+        heads=4,
+        context=16,
+        positions=positions,
+        tie_embeddings=tied,
+        dropout=dropout,
+    )
     assert both(GPT(config), next_token_loss, TOKENS, caplog, tp, sp) == (True, "")
 
 

@@ -175,7 +175,16 @@ def test_from_settings(tmp_path: Path) -> None:
 
 
 def mixture(capacity: float | None, layers: int = 2) -> MoEGPT:
-    config = MoEConfig(32, layers, 16, 2, 12, experts=4, expert_ratio=1.5, capacity_factor=capacity)
+    config = MoEConfig(
+        vocab_size=32,
+        layers=layers,
+        hidden=16,
+        heads=2,
+        context=12,
+        experts=4,
+        expert_ratio=1.5,
+        capacity_factor=capacity,
+    )
     return MoEGPT(config, seed=3)
 
 

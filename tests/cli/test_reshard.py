@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from stretto.cli.main import app
 from stretto.cli.reshard import reshard
 from stretto.errors import UsageError
 
@@ -53,9 +54,24 @@ def test_json_holds_every_transfer_and_the_figures() -> None:
         (("--dst", "2x4:SRR"), "HOSTSxDEVICES:LETTERS"),
         (("--dtype", "float31"), "none of PyTorch's"),
         (("--rate", "unlimited"), "nothing would take time"),
-        (("--mode", "ring"), "use one of broadcast, point_to_point"),
     ],
 )
 def test_wrong_usage_is_refused(changed: tuple[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run(*CASE, *changed)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("reshard", *CASE, "--mode", "ring"),
+        ("calibrate", "--device", "tpu"),
+        ("show", "plan.json", "--stage", "0", "--phase", "Q"),
+        ("schedule", "--format", "pdf"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_words_that_an_option_does_not_have_are_refused(given: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*given])
+    assert result.exit_code == 2
+    assert "is not one of" in result.output

@@ -145,8 +145,8 @@ def test_unknown_flags_are_listed_with_the_nearest() -> None:
     assert [(one.flag, one.what) for one in made.of("unknown")] == [
         ("--num-layer 5 6", "the nearest known is --num-layers"),
         ("--zzz=1", "no known flag is near"),
-        ("--frobnicate", "no known flag is near"),
         ("stray", "the word belongs to no flag"),
+        ("--frobnicate", "no known flag is near"),
     ]
     assert "# unknown: --num-layer 5 6: the nearest known is --num-layers" in made.text
 

@@ -34,7 +34,7 @@ def test_the_ops_are_the_same(monkeypatch: Any, dtype: torch.dtype, kind: str) -
     absent = trace(empty, batch.to("meta"), loss, microbatches=2, device="cuda")
     # Which of its kernels of attention a device takes, PyTorch finds out by asking it.
     one, other = (
-        Counter(item.op.target.replace("_cudnn_", "_flash_") for item in of.ops) for of in (found, absent)
+        Counter(op.target.replace("_cudnn_", "_flash_") for op, _ in of.program.ops) for of in (found, absent)
     )
     assert one - other == other - one == Counter(), (one - other, other - one)
     assert made_by(found) == made_by(absent)
@@ -42,6 +42,7 @@ def test_the_ops_are_the_same(monkeypatch: Any, dtype: torch.dtype, kind: str) -
 
 def made_by(traced: Traced) -> list[list[tuple[tuple[int, ...], str] | None]]:
     """Shapes and dtypes of what each op makes, but for what a kernel of attention keeps for its backward."""
-    kernels = {item.op.name for item in traced.ops if "scaled_dot_product" in item.op.target}
-    own = [op for op in (item.op for item in traced.ops) if not kernels & {op.name, *op.uses}]
+    ops = [op for op, _ in traced.program.ops]
+    kernels = {op.name for op in ops if "scaled_dot_product" in op.target}
+    own = [op for op in ops if not kernels & {op.name, *op.uses}]
     return [[spec and (spec.shape, spec.dtype) for spec in op.outputs] for op in own]

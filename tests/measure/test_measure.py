@@ -536,7 +536,6 @@ def test_another_machines_file_is_not_added_to(plan_file: Path, tmp_path: Path) 
     ("arguments", "message"),
     [
         (["x.txt"], r"x.txt: give a plan \(.json\) or settings \(.toml\)"),
-        (["--device", "tpu"], "--device tpu: give cpu or cuda"),
         (["--cluster-out", "c.toml"], "a calibration is a .json file"),
         (["--cluster-out", "/nowhere/c.json"], "the folder .* does not exist"),
     ],

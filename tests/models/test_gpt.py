@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def test_a_model_on_meta_gets_its_values_later(config: GPTConfig) -> None:
 
 
 def test_a_tied_gradient_is_the_sum_of_both_uses() -> None:
-    tied, untied = (GPT(replace(TIED, tie_embeddings=tie)).double() for tie in (True, False))
+    tied, untied = (GPT(TIED.model_copy(update={"tie_embeddings": tie})).double() for tie in (True, False))
     untied.load_state_dict(tied.state_dict())
     for model in (tied, untied):
         next_token_loss(model, some_tokens()).backward()
@@ -150,7 +149,7 @@ def test_a_tied_gradient_is_the_sum_of_both_uses() -> None:
 
 
 def test_dropout_acts_while_training_only() -> None:
-    model = GPT(replace(TINY, dropout=0.5))
+    model = GPT(TINY.model_copy(update={"dropout": 0.5}))
     assert not torch.equal(model(some_tokens()), model(some_tokens()))
     model.eval()
     assert torch.equal(model(some_tokens()), model(some_tokens()))
@@ -159,7 +158,7 @@ def test_dropout_acts_while_training_only() -> None:
 def test_shapes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="hidden = 25 must be a multiple of heads = 3"):
         GPTConfig(vocab_size=8, layers=1, hidden=25, heads=3, context=8)
-    with pytest.raises(ValueError, match="to be even"):
+    with pytest.raises(ValueError, match="must be even"):
         GPTConfig(vocab_size=8, layers=1, hidden=9, heads=3, context=8)
     with pytest.raises(ValueError, match="17 tokens is longer than the context of 16"):
         GPT(TINY)(some_tokens(length=17))
@@ -203,7 +202,9 @@ def test_settings_become_a_gpt() -> None:
     settings = GPTSettings(layers=2, hidden=24, heads=3, context=16, positions="learned", mlp_ratio=2.0)
     model = build_model(settings, vocab_size=61, seed=4)
     assert isinstance(model, GPT)
-    expected = GPTConfig(61, 2, 24, 3, 16, 2.0, positions="learned")
+    expected = GPTConfig(
+        vocab_size=61, layers=2, hidden=24, heads=3, context=16, mlp_ratio=2.0, positions="learned"
+    )
     assert model.config == expected
     assert torch.equal(model.head.weight, GPT(expected, 4).head.weight)
     assert counted_loss_function(settings) is next_token_sum

@@ -318,7 +318,6 @@ def test_draws_differ_between_the_parts_of_a_sequence() -> None:
         ({"cp": 3}, "a sequence of 16 cannot be shared equally by 3 ranks"),
         ({"cp": 8}, "a sequence of 16 cannot be shared equally by 8 ranks, in 16 blocks of two tokens"),
         ({"cp": 8, "cp_kind": "ulysses"}, "has 4 heads on a rank, which 8 ranks cannot share equally"),
-        ({"ampipe_degree": 2}, "ampipe_degree = 2 does not go with cp = 2 yet"),
     ],
     ids=str,
 )

@@ -168,7 +168,7 @@ def counted(model: MoEGPT, parallel: Parallel, degree: int) -> Counted:
                 counts = torch.bincount(chosen_BSK[:, start:end].flatten(), minlength=EXPERTS)
                 rows = int(counts.sum())
                 add(module, "rows", counts)
-                if config.capacity_factor is not None:
+                if config.capacity_factor:
                     add(module, "dropped", (counts - config.capacity(rows // TOP_K)).clamp(min=0))
                 elif parallel.ep > 1:
                     most = counts.view(parallel.ep, -1).sum(dim=1).max()

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def gpt(tied: bool, **changes: Any) -> GPT:
     config = GPTConfig(vocab_size=VOCAB, layers=3, hidden=16, heads=2, context=16, tie_embeddings=tied)
-    return GPT(replace(config, **changes), seed=3)
+    return GPT(config.model_copy(update=changes), seed=3)
 
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -180,7 +180,8 @@ def job_of(found: Traced, stages: int, microbatches: int, how: Any = "auto") -> 
 
 def evenly(found: Traced, stages: int, microbatches: int) -> Job:
     """Cut with no regard to modules and costs: harder than what a user would choose."""
-    at = sorted({item.segment for item in found.ops if not item.backward and item.segment})
+    origins = [origin for _, origin in found.program.ops]
+    at = sorted({origin.segment for origin in origins if not origin.backward and origin.segment})
     cuts = [at[len(at) * k // stages] for k in range(1, stages)]
     return cut(found, place(found, stages, cuts), stages, microbatches)
 

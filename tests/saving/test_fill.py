@@ -105,7 +105,9 @@ def test_each_rank_reads_what_it_holds(folders: dict[str, Path], name: str, layo
 
 def test_an_own_model_is_read_and_its_job_does_not_tell(tmp_path: Path) -> None:
     """Its tied weight is in the file once. Costs and plans that were kept are found by the job."""
-    made = GPT(GPTConfig(64, layers=1, hidden=16, heads=2, context=16, tie_embeddings=True), seed=4)
+    made = GPT(
+        GPTConfig(vocab_size=64, layers=1, hidden=16, heads=2, context=16, tie_embeddings=True), seed=4
+    )
     save_gpt(made, tmp_path)
     values: dict[str, Any] = {"model": {"pretrained": str(tmp_path)}}
     complete(values)

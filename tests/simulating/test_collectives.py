@@ -244,7 +244,7 @@ def test_what_a_plan_lacks_is_named() -> None:
     plan = make_comm_plan(ONE)
     with pytest.raises(PlanError, match="all_reduce on 'tp'"):
         simulate(replace(plan, costs=replace(plan.costs, collectives={})))
-    with pytest.raises(PlanError, match=r"fr0\.0 .* 'tp'"):
+    with pytest.raises(PlanError, match="there is no communicator 'tp'"):
         simulate(replace(plan, communicators=()))
     with pytest.raises(PlanError, match="'0F'"):
         simulate(replace(plan, windows={}))
@@ -253,7 +253,7 @@ def test_what_a_plan_lacks_is_named() -> None:
 def test_a_wait_before_its_start_stops_the_plan() -> None:
     plan = make_comm_plan(ONE)
     early = reordered(plan, "0B", "d0", "br0.0_w", "bm0.0", "br0.0", "dn0", "dw0.0", "by0.0", "dx0")
-    with pytest.raises(PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, .* later"):
+    with pytest.raises(PlanError, match=r"window 0B last, br0.0_w: reads br0.0, which is made later"):
         simulate(early)
 
 
@@ -264,7 +264,7 @@ def test_a_wait_for_nothing_is_refused() -> None:
     job = replace(plan.job, stages=(replace(stage, ops={**stage.ops, Phase.F: forward}),))
     items = tuple(item for item in plan.windows["0F"].items if item.ref != "fr0.0")
     windows = {**plan.windows, "0F": replace(plan.windows["0F"], items=items)}
-    with pytest.raises(PlanError, match=r"fr0\.0_w waits for what no op of the stage starts"):
+    with pytest.raises(PlanError, match=r"is a view of 'fr0\.0', which stage 0 does not have"):
         simulate(replace(plan, job=job, windows=windows))
 
 
@@ -273,5 +273,5 @@ def test_a_sum_that_the_plan_does_not_have_is_refused() -> None:
     assert any(item.part for item in plan.windows["0B last"].items)
     [stage] = plan.job.stages
     stage = replace(stage, ops={phase: stage.ops[phase] for phase in (Phase.F, Phase.I, Phase.W)})
-    with pytest.raises(PlanError, match=r"window 0B last: op tp\.0\.0 is not in stage 0's programs"):
+    with pytest.raises(PlanError, match=r"stage 0 has no op 'tp\.0\.0' in its REDUCE_GRAD program"):
         simulate(replace(plan, job=replace(plan.job, stages=(stage,))))

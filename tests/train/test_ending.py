@@ -20,7 +20,7 @@ import torch.distributed as dist
 from stretto.train import failure, peers
 from stretto.train.failure import Cause, enter_phase, phase_of, recorded_failures
 from stretto.train.interrupt import Interrupted, Interrupts
-from stretto.train.peers import BEAT_S, LOST_AFTER_S, Heartbeat, Neighbour
+from stretto.train.peers import BEAT_S, LOST_AFTER_S, Neighbour, heartbeat
 from stretto.train.world import World
 
 HOUR_S = 3600.0
@@ -164,7 +164,7 @@ def test_who_stops_is_reported_with_its_phase(monkeypatch: pytest.MonkeyPatch) -
         reported.set()
 
     enter_phase("planning")
-    with Heartbeat(World(0, 2, 2, store), report):
+    with heartbeat(World(0, 2, 2, store), report):
         assert reported.wait(60.0)
     assert lost == [(1, "capturing the model")]
     assert store.get("stretto/beat/0").endswith(b" planning")

@@ -116,13 +116,14 @@ def test_copies_evaluate_one_model(layout: dict[str, Any]) -> None:
 def test_what_it_refuses() -> None:
     model = GPT(CONFIG, seed=1)
 
-    def without_parallel(runner: stretto.Runner) -> None:
-        stretto.Evaluation(runner, model, batch(0), next_token_loss).loss([])
+    parallel = stretto.Parallel()
+    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
 
-    for parallel, words in ((stretto.Parallel(tp=2), "parallel="), (stretto.Parallel(), "none was given")):
-        plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
-        with pytest.raises(stretto.UsageError, match=words):
-            stretto.run_threads(plan, lambda _: copy.deepcopy(model), without_parallel)
+    def of_nothing(runner: stretto.Runner) -> None:
+        stretto.Evaluation(runner, model, batch(0), next_token_loss, parallel=parallel).loss([])
+
+    with pytest.raises(stretto.UsageError, match="none was given"):
+        stretto.run_threads(plan, lambda _: copy.deepcopy(model), of_nothing)
 
 
 def test_a_forward_plan_needs_every_forward_and_a_training_plan_its_backward() -> None:

@@ -56,7 +56,14 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
 
 def test_a_gpt_with_experts_comes_back(tmp_path: Path) -> None:
     config = MoEConfig(
-        32, layers=2, hidden=16, heads=2, context=12, experts=4, capacity_factor=None, tie_embeddings=True
+        vocab_size=32,
+        layers=2,
+        hidden=16,
+        heads=2,
+        context=12,
+        experts=4,
+        capacity_factor=0,
+        tie_embeddings=True,
     )
     model = MoEGPT(config, seed=3)
     save_gpt(model, tmp_path)

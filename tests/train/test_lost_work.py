@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,15 @@ from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
 from stretto.train.checkpoint import load_model
-from stretto.train.lock import LOCK, OWNER, RunLock, folders_of
+from stretto.train.lock import LOCK, OWNER, folders_of, locked
 from stretto.train.optimizer import make_optimizer
 from stretto.train.progress import Progress
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from stretto.train.lock import RunLock
-lock = RunLock()
-lock.take([("output.run_dir", Path(sys.argv[1]))])
+from stretto.train.lock import locked
+locks = locked([("output.run_dir", Path(sys.argv[1]))])
 print("kept", flush=True)
 time.sleep(600)
 """
@@ -217,33 +217,30 @@ def test_checkpoints_elsewhere_are_locked_too(tmp_path: Path) -> None:
         for name in "ab"
     ]
     assert folders_of(load_settings(path)) == [("output.run_dir", tmp_path / "a")]
-    one, two = RunLock(), RunLock()
-    one.take(folders_of(both[0]))
+    one = locked(folders_of(both[0]))
     with pytest.raises(UsageError, match=r"elsewhere: .* set checkpoint\.dir"):
-        two.take(folders_of(both[1]))
+        locked(folders_of(both[1]))
     assert not (tmp_path / "b" / OWNER).exists()  # what it had locked before it was refused is free
-    one.release()
-    two.take(folders_of(both[1]))
-    two.release()
+    one.close()
+    locked(folders_of(both[1])).close()
 
 
 def test_of_several_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    locks, ready = [RunLock() for _ in range(8)], threading.Barrier(8)
+    locks, ready = ExitStack(), threading.Barrier(8)
 
-    def attempt(lock: RunLock) -> str:
+    def attempt(_: int) -> str:
         ready.wait()
         try:
-            lock.take([("output.run_dir", tmp_path)])
+            locks.enter_context(locked([("output.run_dir", tmp_path)]))
         except UsageError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(8) as pool:
-        first, *others = sorted(pool.map(attempt, locks))
+        first, *others = sorted(pool.map(attempt, range(8)))
     assert first == ""
     assert all("another run is at work" in one for one in others)
-    for lock in locks:
-        lock.release()
+    locks.close()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

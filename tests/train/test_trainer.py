@@ -98,8 +98,8 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
 
     events = EventAccumulator(str(settings.run_dir / "tensorboard"))
     events.Reload()
-    assert [e.step for e in events.Scalars("loss/train")] == [*range(1, 61)]
-    names = {"loss/held_out", "optimizer/lr", "optimizer/grad_norm", "speed/exposed_fraction"}
+    assert [e.step for e in events.Scalars("loss")] == [*range(1, 61)]
+    names = {"held_out_loss", "lr", "grad_norm", "exposed_fraction"}
     assert names <= set(events.Tags()["scalars"])
 
 

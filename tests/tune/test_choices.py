@@ -95,7 +95,7 @@ def test_what_is_fixed_is_not_chosen(tmp_path: Path) -> None:
         ("tp", "expected KEY=VALUE"),
         ("tp=0", "--fix tp=0: tp = 0"),
         ("tp=two", "--fix tp=two: tp = 'two'"),
-        ("recompute=some", "neither 'none'"),
+        ("recompute=some", "input should be 'none', 'selective'"),
         ("schedule=mine", "unknown schedule family 'mine'"),
         ("ampipe_degree=auto", "compared anyway"),
     ],

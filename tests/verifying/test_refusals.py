@@ -69,23 +69,23 @@ CHAIN: list[Row] = [
     (order(1, "run 1F:0; run 1B:0; ", "run 1B:0; run 1F:0; "), "1B0", "backward before forward"),
     (order(1, "run 1F:0; run 1B:0; ", "run 1B:0; run 1F:0; "), "run 1B:0", "has not made yet"),
     (order(1, "run 1B:1; ", "run 1B:1; run 1B:1; "), "run 1B:1", "is freed"),
-    (order(0, "recv e1:1; ", ""), "run 0B:1", "never posted"),
+    (order(0, "recv e1:1; ", ""), "run 0B:1", "not posted before"),
     (order(0, "recv e1:1; ", ""), "edge e1 dx1 1I>0I", "not received"),
-    (order(0, "run 0B:1; ", "run 0B:1; recv e1:1; "), "recv e1:1", "posted twice"),
+    (order(0, "run 0B:1; ", "run 0B:1; recv e1:1; "), "recv e1:1", "is there twice"),
     (
         order(1, "recv e0:1; run 1F:0; run 1B:0; run 1F:1; ", "run 1F:0; run 1B:0; run 1F:1; recv e0:1; "),
         "run 1F:1",
-        "posted later",
+        "not posted before",
     ),
     (order(0, "recv e1:1; ", "recv e1:1; recv e0:0; "), "recv e0:0", "leads from"),
     (order(0, "recv e1:1; ", "recv e1:1; recv e1:2; "), "recv e1:2", "no microbatch"),
     (order(1, "recv e0:0; recv e2:1; ", "recv e2:1; recv e0:0; "), "recv e2:1", "sender's order"),
-    (order(0, "sent e2:1; ", ""), "send e2:1", "nothing waits"),
-    (order(0, "sent e2:1; ", "sent e2:1; sent e2:1; "), "sent e2:1", "waited for twice"),
-    (order(0, "recv e1:0; ", "recv e1:0; sent e2:0; "), "sent e2:0", "has not started"),
-    (order(0, "sent e2:1; ", "sent e2:1; sent e1:1; "), "sent e1:1", "not sent from"),
+    (order(0, "sent e2:1; ", ""), "edge e2 h0 0F>1F", "nothing waits"),
+    (order(0, "sent e2:1; ", "sent e2:1; sent e2:1; "), "sent e2:1", "is there twice"),
+    (order(0, "recv e1:0; ", "recv e1:0; sent e2:0; "), "sent e2:0", "has not started before"),
+    (order(0, "sent e2:1; ", "sent e2:1; sent e1:1; "), "sent e1:1", "leads from"),
     (order(0, "run 0F:1; ", ""), "edge e0 y0 0F>1F", "not sent"),
-    (order(0, "run 0F:1; ", "run 0F:1; run 0F:1; "), "edge e0 y0 0F>1F", "sent twice"),
+    (order(0, "run 0F:1; ", "run 0F:1; run 0F:1; "), "run 0F:1", "is there twice"),
     (order(0, "run 0REDUCE_GRAD:-1; ", ""), "loss", "never summed"),
     (
         order(0, "run 0REDUCE_GRAD:-1; ", "run 0REDUCE_GRAD:-1; run 0REDUCE_GRAD:-1; "),
@@ -163,10 +163,10 @@ GRID: list[Row] = [
         "job.stages[0].ops.REDUCE_GRAD[3]",
         "there is no",
     ),
-    (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "loss", 6)), "dp.0.0", "Sum the loss"),
-    (op(0, "pp.loss", args=((Ref("step/loss"),), "sum", "dp", 3)), "pp.loss", "Sum the loss"),
-    (sums("dp.0.0", lane="pp 0>1"), "dp.0.0", "joins no parts"),
-    (sums("tied.n0", lane="tied w0.0"), "tied.n0", "of its own"),
+    (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "loss", 6)), "dp.0.0", "not for them"),
+    (op(0, "pp.loss", args=((Ref("step/loss"),), "sum", "dp", 3)), "pp.loss", "not for them"),
+    (sums("dp.0.0", lane="pp 0>1"), "dp.0.0", "not for them"),
+    (sums("tied.n0", lane="tied w0.0"), "tied.n0", "not for them"),
     (op(0, "dp.0.0", args=((Ref("grad/w0.1"),), "sum", "dp", 2)), "dp.0.0", "is not the sum"),
     (op(0, "dp.0.1", alias="grad/n0"), "dp.0.1", "is not the sum"),
     (op(0, "dp.0.1.sum", outputs=(TensorSpec((131584,), "bfloat16"),)), "dp.0.1.sum", "something else"),
@@ -186,7 +186,7 @@ GRID: list[Row] = [
     (
         window(END, "tp.0.0.sum; dp.0.0.sum; tied.n0; ", "dp.0.0.sum; tied.n0; tp.0.0.sum; "),
         "window 0REDUCE_GRAD 2, tied.n0",
-        "still sums",
+        "has ended",
     ),
     (
         both(
@@ -229,7 +229,7 @@ GRID: list[Row] = [
     (
         window(END, "dp.0.0.sum; ", "dp.0.0.sum; dp.0.0.sum; "),
         "window 0REDUCE_GRAD 2, dp.0.0.sum",
-        "waited for twice",
+        "second time",
     ),
     (
         window(END, "dp.0.1; dp.0.1.sum; ", "dp.0.1.sum; dp.0.1; "),
@@ -242,11 +242,11 @@ GRID: list[Row] = [
     (op(0, "fg0.0", args=(Ref("batch/x"), "tp")), "stage 0F, fg0.0", "cannot be read"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "ep", 2)), "stage 0F, fg0.0", "no axis"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "tp", 4)), "stage 0F, fg0.0", "the job has"),
-    (op(0, "fg0.0", outputs=(SLICE,)), "stage 0F, fg0.0", "of shape"),
-    (op(0, "fs0.0", args=(Ref("fm0.0"), "mean", "tp", 2)), "stage 0F, fs0.0", "knows no reduction"),
-    (op(0, "fm0.0", outputs=(TensorSpec((511, 512), "float32"),)), "stage 0F, fs0.0", "multiple of 2"),
+    (op(0, "fg0.0", outputs=(SLICE,)), "stage 0F, fg0.0", "over 2 ranks, is [512"),
+    (op(0, "fs0.0", args=(Ref("fm0.0"), "mean", "tp", 2)), "stage 0F, fs0.0", "is none"),
+    (op(0, "fm0.0", outputs=(TensorSpec((511, 512), "float32"),)), "stage 0F, fs0.0", "is none"),
     (op(0, "fm0.0", outputs=(SLICE, SLICE)), "job.stages[0].ops.F[3]", "is no tensor"),
-    (op(0, "fg0.0", alias="param/n0"), "stage 0F, fg0.0", "is a view"),
+    (op(0, "fg0.0", alias="param/n0"), "stage 0F, fg0.0", "a view of"),
     (op(0, "fg0.0", target="comm.broadcast"), "stage 0F, fg0.0", "there is no"),
     (op(0, "fg0.0_w", target="aten.alias.default"), "stage 0F, fg0.0", "nothing waits"),
     (op(0, "fg0.0_w", target="aten.alias.default"), "stage 0F, fg0.0_w", "being filled"),
@@ -264,7 +264,7 @@ GRID: list[Row] = [
         "being filled",
     ),
     (job(loss=(1, "loss_sum")), "stage 1F, loss_sum", "being filled"),
-    (op(0, "fm0.0", target="axis.chunk", args=(Ref("batch/x"), 2, "tp", 2)), "stage 0F, fm0.0", "has no dim"),
+    (op(0, "fm0.0", target="axis.chunk", args=(Ref("batch/x"), 2, "tp", 2)), "stage 0F, fm0.0", "is no part"),
     (op(0, "fm0.0", target="axis.chunk", args=(Ref("batch/x"), 0, "tp", 2)), "stage 0F, fm0.0", "is no part"),
     (op(0, "fm0.0", target="axis.index", args=("tp", 2)), "stage 0F, fm0.0", "A coordinate is"),
     (op(0, "fm0.0", target="axis.index", args=("tp",)), "stage 0F, fm0.0", "cannot be read"),
@@ -318,7 +318,7 @@ PAIR: list[Row] = [
     (window("0F+0B", "#1 br0.0; #1 br0.0_w; ", "#1 br0.0_w; #1 br0.0; "), "0F+0B, br0.0_w", "made later"),
     (window("0F+0B", "fr0.0_w; ", "#1 fr0.0_w; "), "", "in its B program"),
     (window("0F+0B", "#1 br0.0_w; ", "br0.0_w; "), "", "in its F program"),
-    (order(0, "run 0F+0B:1,0; ", "run 0F+0B:1,1; "), "run 0F+0B:1,1", "one microbatch"),
+    (order(0, "run 0F+0B:1,0; ", "run 0F+0B:1,1; "), "run 0F+0B:1,1", "binds parts"),
 ]
 LATE: list[Row] = [
     (
@@ -382,7 +382,7 @@ def test_two_phases_of_one_microbatch_share_a_window_that_is_ordered_for_it() ->
     assert plan_faults(plan) == []
     ordered = plan.windows["0I+0W=0,0"]
     [fault] = plan_faults(replace(plan, windows={**plan.windows, ordered.name: replace(ordered, shares=())}))
-    assert str(fault).startswith("rank 0, run 0I+0W=0,0:0,0: overlaps two phases of stage 0")
+    assert str(fault).startswith("rank 0, run 0I+0W=0,0:0,0: binds parts to microbatches as [0, 0]")
 
 
 def test_a_value_that_nothing_brings() -> None:
@@ -408,7 +408,7 @@ def test_sums_that_join_ranks_start_in_one_order() -> None:
         assert fault.rank == 1
         assert "the order here is loss, tied w" in str(fault)
     shared = [str(fault) for fault in plan_faults(sums("tied.w1", lane="tied w0")(plan))]
-    assert "of its own" in shared[0]
+    assert "not for them" in shared[0]
 
 
 def test_microbatches_that_update_one_buffer_do_not_share_a_window() -> None:
@@ -441,7 +441,7 @@ def partial_everywhere(of: Job) -> Job:
 
 @pytest.mark.parametrize(
     ("change", "sequence", "word"),
-    [(without_partial, True, "is not summed"), (partial_everywhere, False, "counted 2 times")],
+    [(without_partial, True, "is not summed"), (partial_everywhere, False, "and it is summed")],
 )
 def test_gradients_are_summed_where_they_differ(
     change: Callable[[Job], Job], sequence: bool, word: str

@@ -127,15 +127,14 @@ class Captures:
             self._traced.popitem(last=False)
 
     def _laid_out(self, parallel: ParallelSettings, layout: Layout) -> Traced:
-        """Layouts are made of one trace."""
-        if not layout.by_passes:
-            return self._traced_now(parallel, layout)
+        """All layouts are made of one trace of the plain model."""
         rows = parallel.microbatches * parallel.dp
-        key = repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))
+        key = repr(("plain", layout.mixtures, parallel.skip_passes, rows))
         if key not in self._traced:
             self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
         self._traced.move_to_end(key)
-        return laid_out(self._traced[key][0], layout, self.model, parallel.skip_passes)
+        plain = self._traced[key][0]
+        return laid_out(plain, layout, self.model, parallel.skip_passes) if layout.by_passes else plain
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
         return trace(

@@ -17,13 +17,14 @@ from stretto.backend.dispatch_adapter import draws, returns_view
 from stretto.backend.specs import dtype_name, spec_of
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
 from stretto.capturing.explain import CONTROL_FLOW
-from stretto.capturing.graph import JointGraph, TracedOp
+from stretto.capturing.graph import JointGraph
 from stretto.capturing.torch_adapter import SEGMENT, mark_of
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.ops import NAMESPACE
+from stretto.passes.layout.program import Origin
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
@@ -40,14 +41,14 @@ def convert(
     joint: JointGraph,
     names: dict[torch.fx.Node, str],
     ranks: int = 1,
-) -> tuple[list[TracedOp], list[Constant]]:
+) -> tuple[list[tuple[Op, Origin]], list[Constant]]:
     """All nodes in order; puts the ops' names into `names`. ranks: of each
     mesh that the program is on.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
     """
-    ops: list[TracedOp] = []
+    ops: list[tuple[Op, Origin]] = []
     constants: list[Constant] = []
     roots: dict[str, str] = {}
     backward = False
@@ -68,7 +69,7 @@ def convert(
             raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
-        ops.append(TracedOp(replace(op, module=module), segment, backward))
+        ops.append((replace(op, module=module), Origin(segment, backward)))
     return ops, constants
 
 

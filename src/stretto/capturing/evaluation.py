@@ -81,14 +81,14 @@ def _cuts(traced: Traced, training: Job) -> list[int]:
         for reading in _readings(op)
     ]
     result: list[tuple[int, Reading]] = [
-        (item.segment, reading)
-        for item in traced.ops
-        if not item.backward and item.segment is not None
-        for reading in _readings(item.op)
+        (origin.segment, reading)
+        for op, origin in traced.program.ops
+        if not origin.backward and origin.segment is not None
+        for reading in _readings(op)
     ]
     if [reading for _, reading in begun] != [reading for _, reading in result]:
         raise CaptureError(
-            f"cannot evaluate {traced.name} with the stages that train it: in eval() mode it reads its "
+            f"cannot evaluate {traced.job.name} with the stages that train it: in eval() mode it reads its "
             "parameters in another order than in train() mode; make both modes call the same modules"
         )
     # A stage that reads no parameter begins where the next one does, and has nothing to evaluate.

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.capturing.equal import LayerCall, NotRepeatedError, renamed
-from stretto.capturing.graph import TracedOp, TracedStep
+from stretto.capturing.graph import GRAD, UPDATE
 from stretto.capturing.repeat import MARKS, NAMESPACE
 from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
+from stretto.passes.layout.program import Origin, StepProgram
 from stretto.passes.rewrite import rooted, with_uses
 
 
@@ -32,8 +33,8 @@ class _Inside:
     """What is between a traced layer's marks. enter, leave_grad: place -> the mark, which the layer's ops
     use; leave, enter_grad: place -> the value that goes out."""
 
-    forward: list[TracedOp]
-    backward: list[TracedOp]
+    forward: list[tuple[Op, Origin]]
+    backward: list[tuple[Op, Origin]]
     enter: dict[int, str]
     leave: dict[int, str]
     leave_grad: dict[int, str]
@@ -41,13 +42,13 @@ class _Inside:
 
 
 def expand(
-    step: TracedStep, calls: Sequence[LayerCall], segments: Sequence[str], constants: Sequence[Constant]
-) -> TracedStep:
+    step: StepProgram, calls: Sequence[LayerCall], segments: Sequence[str], constants: Sequence[Constant]
+) -> StepProgram:
     """The full step. calls: of equal layers, as the ops' marks number them. segments: the module of each.
 
     Raises NotRepeatedError when the layers cannot be repeated.
     """
-    specs = {item.op.name: item.op.outputs for item in step.ops}
+    specs = {op.name: op.outputs for op, _ in step.ops}
     inside = {n: _inside(step.ops, n, call) for n, call in enumerate(calls) if call.template}
     _check_closed(step, calls, inside)
     _check_used_once(step, calls)
@@ -62,28 +63,28 @@ def expand(
     replaced_by: dict[str, str] = {}
     local: dict[int, dict[str, str]] = {}
     results: dict[str, tuple[int, list[str]]] = {}
-    grads = dict(step.grads)
-    made: list[TracedOp] = []
+    roots = dict(step.roots)
+    made: list[tuple[Op, Origin]] = []
 
     def now(name: str) -> str:
         return replaced_by.get(name, name)
 
-    def copy(number: int, ops: Sequence[TracedOp]) -> None:
+    def copy(number: int, ops: Sequence[tuple[Op, Origin]]) -> None:
         """Step 3. Names that are made here end in the call's number."""
         call, source = calls[number], calls[first[calls[number].kind]]
         names = local[number]
-        names.update((item.op.name, f"{item.op.name}@{number}") for item in ops)
+        names.update((op.name, f"{op.name}@{number}") for op, _ in ops)
 
         def name(old: str) -> str:
             return names.get(old) or _external(old, source.layer, call.layer)
 
-        for item in ops:
-            segment = None if item.segment is None else item.segment - source.begin + call.begin
-            module = item.op.module if segment is None else segments[segment]
-            made.append(replace(item, op=replace(_with_names(item.op, name), module=module), segment=segment))
+        for op, (segment, backward) in ops:
+            segment = None if segment is None else segment - source.begin + call.begin
+            module = op.module if segment is None else segments[segment]
+            made.append((replace(_with_names(op, name), module=module), Origin(segment, backward)))
 
-    for item in step.ops:
-        op, word = item.op, _word(item.op)
+    for op, origin in step.ops:
+        word = _word(op)
         if word in MARKS:
             replaced_by[op.name] = now(op.args[0].name)
         elif word == "layer":
@@ -104,97 +105,101 @@ def expand(
                 local[number][like.leave_grad[at]] = now(ref.name)
             copy(number, like.backward)
             results[op.name] = number, [like.enter_grad[at] for at in call.grads]
-            for parameter, value in step.grads.items():
+            for parameter, value in _gradients(step).items():
                 own = renamed(parameter, source.layer, call.layer)
-                if own != parameter and value is not None:
-                    if step.grads.get(own) is not None:
+                if own != parameter:
+                    if f"{GRAD}{own}" in step.roots:
                         raise NotRepeatedError(f"{own} is used outside of its layer")
-                    grads[own] = local[number][value]
+                    roots[f"{GRAD}{own}"] = local[number][value]
         elif op.target == GETITEM and op.args[0].name in results:
             number, values_out = results[op.args[0].name]
             value = values_out[op.args[1]]
             _check_layout(calls[number], specs, value, op.name)
             replaced_by[op.name] = local[number][value]
         else:
-            made.append(replace(item, op=_with_names(op, now)))
+            made.append((_with_names(op, now), origin))
 
-    return named(replace(step, grads=grads).with_ops(made, now))
+    return named(replace(step, roots=roots).with_ops(made, now))
 
 
-def named(step: TracedStep) -> TracedStep:
+def _gradients(step: StepProgram) -> dict[str, str]:
+    """Parameter -> the value of its gradient."""
+    return {root.removeprefix(GRAD): value for root, value in step.roots.items() if root.startswith(GRAD)}
+
+
+def named(step: StepProgram) -> StepProgram:
     """Step 4, for any step: `mm`, `mm_1`, `mm_2` in order, so that names do not depend on how it was traced.
 
     Numbers begin where those of the trace did (`sum_1`: the exporter avoids the names of Python's own).
     """
     following: dict[str, int] = {}
-    for base, number in (_parts(item.op.name) for item in step.ops):
+    for base, number in (_parts(op.name) for op, _ in step.ops):
         following[base] = min(number, following.get(base, number))
     names: dict[str, str] = {}
-    for item in step.ops:
-        base, _ = _parts(item.op.name)
+    for op, _ in step.ops:
+        base, _ = _parts(op.name)
         number = following[base]
         following[base] = number + 1
-        names[item.op.name] = f"{base}_{number}" if number else base
+        names[op.name] = f"{base}_{number}" if number else base
 
     def final(value: str) -> str:
         return names.get(value, value)
 
-    owned = rooted(_with_names(item.op, final) for item in step.ops)
-    return step.with_ops((replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)), final)
+    owned = rooted(_with_names(op, final) for op, _ in step.ops)
+    return step.with_ops(zip(owned, (origin for _, origin in step.ops), strict=True), final)
 
 
 def _word(op: Op) -> str:
     return op.target.split(".")[1] if op.target.startswith(f"{NAMESPACE}.") else ""
 
 
-def _inside(ops: Sequence[TracedOp], number: int, call: LayerCall) -> _Inside:
+def _inside(ops: Sequence[tuple[Op, Origin]], number: int, call: LayerCall) -> _Inside:
     marks: dict[str, dict[int, int]] = {word: {} for word in MARKS}
     stray: list[int] = []
-    for at, item in enumerate(ops):
-        word = _word(item.op)
+    for at, (op, origin) in enumerate(ops):
+        word = _word(op)
         if word in MARKS:
-            if item.op.args[1] == number:
-                marks[word][item.op.args[2]] = at
-        elif item.segment is not None and call.begin <= item.segment <= call.end:
+            if op.args[1] == number:
+                marks[word][op.args[2]] = at
+        elif origin.segment is not None and call.begin <= origin.segment <= call.end:
             stray.append(at)
     enters, leaves = marks["enter"].values(), marks["leave"].values()
     if not enters or not leaves:
         raise NotRepeatedError(f"{call.layer} takes or returns no tensor")
-    ends = [*marks["enter_grad"].values(), *(at for at in stray if ops[at].backward)]
+    ends = [*marks["enter_grad"].values(), *(at for at in stray if ops[at][1].backward)]
     begin = min(marks["leave_grad"].values(), default=len(ops))
     regions = range(min(enters), max(leaves) + 1), range(begin, max(ends, default=begin - 1) + 1)
-    parts: list[list[TracedOp]] = []
+    parts: list[list[tuple[Op, Origin]]] = []
     own = {at for places in marks.values() for at in places.values()}
     for region, backward in zip(regions, (False, True), strict=True):
         part = [at for at in region if at not in own]
-        for at in part:
-            segment = ops[at].segment
+        for op, (segment, is_backward) in (ops[at] for at in part):
             foreign = not backward if segment is None else not call.begin <= segment <= call.end
-            if foreign or ops[at].backward is not backward or _word(ops[at].op):
-                raise NotRepeatedError(f"{ops[at].op.name} is among the ops of {call.layer}")
+            if foreign or is_backward is not backward or _word(op):
+                raise NotRepeatedError(f"{op.name} is among the ops of {call.layer}")
         parts.append([ops[at] for at in part])
     if not all(any(at in region for region in regions) for at in stray):
         raise NotRepeatedError(f"ops of {call.layer} are outside of it")
     return _Inside(
         forward=parts[0],
         backward=parts[1],
-        enter={place: ops[at].op.name for place, at in marks["enter"].items()},
-        leave={place: ops[at].op.args[0].name for place, at in marks["leave"].items()},
-        leave_grad={place: ops[at].op.name for place, at in marks["leave_grad"].items()},
-        enter_grad={place: ops[at].op.args[0].name for place, at in marks["enter_grad"].items()},
+        enter={place: ops[at][0].name for place, at in marks["enter"].items()},
+        leave={place: ops[at][0].args[0].name for place, at in marks["leave"].items()},
+        leave_grad={place: ops[at][0].name for place, at in marks["leave_grad"].items()},
+        enter_grad={place: ops[at][0].args[0].name for place, at in marks["enter_grad"].items()},
     )
 
 
-def _check_closed(step: TracedStep, calls: Sequence[LayerCall], inside: Mapping[int, _Inside]) -> None:
+def _check_closed(step: StepProgram, calls: Sequence[LayerCall], inside: Mapping[int, _Inside]) -> None:
     """Step 1: what a layer uses is its own or goes in by a mark; what others use goes out by a mark."""
     home: dict[str, int] = {}
     for number, layer in inside.items():
-        home.update((item.op.name, number) for item in (*layer.forward, *layer.backward))
+        home.update((op.name, number) for op, _ in (*layer.forward, *layer.backward))
     for number, layer in inside.items():
         call = calls[number]
         marks = {*layer.enter.values(), *layer.leave_grad.values()}
-        for item in (*layer.forward, *layer.backward):
-            for used in item.op.uses:
+        for op, _ in (*layer.forward, *layer.backward):
+            for used in op.uses:
                 if used in marks or home.get(used) == number or used.startswith(("buffer/", "const/")):
                     continue
                 if not used.startswith("param/") or _external(used, call.layer, "") == used:
@@ -202,40 +207,40 @@ def _check_closed(step: TracedStep, calls: Sequence[LayerCall], inside: Mapping[
         for value in (*layer.leave.values(), *layer.enter_grad.values()):
             if value not in marks and home.get(value) != number:
                 raise NotRepeatedError(f"{call.layer} returns {value}, which is not its own")
-        for parameter, gradient in step.grads.items():
+        for parameter, gradient in _gradients(step).items():
             own = renamed(parameter, call.layer, "") != parameter
-            made = gradient is not None and (gradient in marks or home.get(gradient) == number)
-            if gradient is not None and own is not made:
+            if own is not (gradient in marks or home.get(gradient) == number):
                 raise NotRepeatedError(f"the gradient of {parameter} does not arise in the layer that has it")
-    for item in step.ops:
-        at = home.get(item.op.name)
-        if at is None and _word(item.op) in MARKS:
-            at = item.op.args[1]
-        for used in item.op.uses:
+    for op, _ in step.ops:
+        at = home.get(op.name)
+        if at is None and _word(op) in MARKS:
+            at = op.args[1]
+        for used in op.uses:
             if used in home and home[used] != at:
                 raise NotRepeatedError(f"{used} is used outside of {calls[home[used]].layer}")
-    for what, value in step.kept.items():
-        if value in home or any(renamed(what, f"buffer/{call.layer}", "") != what for call in calls):
-            raise NotRepeatedError(f"{what} is made in a layer")
+    for root, value in step.roots.items():
+        is_update = any(renamed(root, f"{UPDATE}{call.layer}", "") != root for call in calls)
+        if is_update or (value in home and not root.startswith(GRAD)):
+            raise NotRepeatedError(f"{root} is made in a layer")
 
 
-def _check_used_once(step: TracedStep, calls: Sequence[LayerCall]) -> None:
+def _check_used_once(step: StepProgram, calls: Sequence[LayerCall]) -> None:
     """What goes into a layer, and has a gradient, goes nowhere else: else its gradient is a sum with terms
     from outside, which a trace of all layers may add in another order. (No gradient comes from a detach.)"""
-    forward = [item.op for item in step.ops if not item.backward and item.op.target != "aten.detach.default"]
+    forward = [op for op, at in step.ops if not at.backward and op.target != "aten.detach.default"]
     users = Counter(used for op in forward for used in op.uses)
-    for item in step.ops:
-        word = _word(item.op)
+    for op, _ in step.ops:
+        word = _word(op)
         if word not in ("enter", "layer"):
             continue
-        call = calls[item.op.args[1]]
-        given = {item.op.args[2]: item.op.args[0]} if word == "enter" else dict(enumerate(item.op.args[0]))
+        call = calls[op.args[1]]
+        given = {op.args[2]: op.args[0]} if word == "enter" else dict(enumerate(op.args[0]))
         if any(users[given[at].name] > 1 for at in call.grads if at in given):
             raise NotRepeatedError(f"an argument of {call.layer} is used elsewhere, too")
 
 
 def _form(
-    step: TracedStep,
+    step: StepProgram,
     call: LayerCall,
     inside: _Inside,
     specs: Mapping[str, tuple[TensorSpec | None, ...]],
@@ -251,13 +256,13 @@ def _form(
         return names.get(value) or _external(value, call.layer, "")
 
     ops = []
-    for at, item in enumerate((*inside.forward, *inside.backward)):
-        names[item.op.name] = f"op {at}"
-        op = replace(_with_names(item.op, name), module=renamed(item.op.module, call.layer, ""))
-        ops.append((op, item.segment if item.segment is None else item.segment - call.begin, item.backward))
+    for at, (op, (segment, backward)) in enumerate((*inside.forward, *inside.backward)):
+        names[op.name] = f"op {at}"
+        op = replace(_with_names(op, name), module=renamed(op.module, call.layer, ""))
+        ops.append((op, segment if segment is None else segment - call.begin, backward))
     results = [{at: name(value) for at, value in made.items()} for made in (inside.leave, inside.enter_grad)]
-    own = {p: value for p, value in step.grads.items() if renamed(p, call.layer, "") != p}
-    grads = {renamed(p, call.layer, ""): value and name(value) for p, value in own.items()}
+    own = {p: value for p, value in _gradients(step).items() if renamed(p, call.layer, "") != p}
+    grads = {renamed(p, call.layer, ""): name(value) for p, value in own.items()}
     return {what: specs[mark] for mark, what in given.items()}, ops, results, grads
 
 

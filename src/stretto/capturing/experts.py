@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -20,17 +20,21 @@ from stretto.backend.specs import empty_of
 from stretto.capturing import torch_adapter
 from stretto.capturing.convert import convert
 from stretto.capturing.equal import differing
-from stretto.capturing.graph import Traced, TracedOp
+from stretto.capturing.graph import SEEN, Traced
 from stretto.capturing.outputs import observed_of
 from stretto.errors import CaptureError
+from stretto.ir.axes import EP
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
 from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.expert_trial import weighed
-from stretto.parallelize.experts import sharded_experts, states_how
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.experts import other_arguments, sharded_experts, states_how
+from stretto.parallelize.layout import Layout, part_shapes
 from stretto.passes.layout.emit import Emitter
+from stretto.passes.layout.placement import REPLICATED, sharded
 from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.layout.rules import Choice, OpGiven
+from stretto.passes.layout.shard import AxisRules, ShardedProgram, shard
 from stretto.passes.rewrite import with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
@@ -44,7 +48,7 @@ class _Call:
     """A module's call and its backward, traced. parameters: names within the module, in the op's order; made:
     the result; grads: input -> its gradient."""
 
-    ops: tuple[TracedOp, ...]
+    ops: tuple[tuple[Op, Origin], ...]
     parameters: tuple[str, ...]
     made: str
     grads: Mapping[str, str]
@@ -76,16 +80,16 @@ class ExpertCalls:
         return call
 
     def _traced(self, module: nn.Module, name: str, specs: Sequence[TensorSpec]) -> _Call:
-        traced, experts = self.traced, self.layout.experts
-        absent = traced.device == "cuda" and not torch.cuda.is_available()
-        device = torch.device("cpu" if absent else traced.device)
-        dtype = None if traced.param_dtype is None else getattr(torch, traced.param_dtype)
+        job, experts = self.traced.job, self.layout.experts
+        absent = job.device == "cuda" and not torch.cuda.is_available()
+        device = torch.device("cpu" if absent else job.device)
+        dtype = None if job.param_dtype is None else getattr(torch, job.param_dtype)
         mode = torch_adapter.fake_mode()
         with mode:
             leaves = [empty_of(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
-        parts = self.layout.traced.part_shapes(self.model)
+        parts = part_shapes(self.model, experts)
         way = ""
         if experts is not None and not states_how(module):
             way = weighed(self.model, name, experts.size, specs[0].shape, specs[1].shape)
@@ -109,7 +113,7 @@ class ExpertCalls:
             elif out is not None:
                 grads[f"param/{key}" if kind == "grad" else f"batch/{key}"] = names[out]
         parameters = tuple(f"param/{key}" for key, _ in module.named_parameters())
-        return _Call(tuple(left), parameters, made, grads, seen, tuple(constants))
+        return _Call(left, parameters, made, grads, seen, tuple(constants))
 
 
 def with_experts(
@@ -148,13 +152,13 @@ class _Walk:
                 self._backward(op, origin)
             else:
                 self.out.keep(op, origin)
-        traced = self.calls.traced
+        traced, job = self.calls.traced, self.calls.traced.job
         roots = {root: self._now(value) for root, value in self.program.roots.items()}
-        roots |= {f"seen/{k}": one.value for k, one in enumerate(self.seen, len(traced.seen))}
+        roots |= {f"{SEEN}{k}": one.value for k, one in enumerate(self.seen, len(job.metrics))}
         given = {**self.program.given, **{f"{CONST}{one.name}": one.spec for one in self.constants}}
         program = replace(self.program, ops=tuple(self.out.ops), roots=roots, given=given)
-        seen, constants = (*traced.seen, *self.seen), (*traced.constants, *self.constants)
-        return program, replace(traced, seen=seen, constants=constants)
+        job = replace(job, metrics=(*job.metrics, *self.seen), constants=(*job.constants, *self.constants))
+        return program, replace(traced, job=job)
 
     def _now(self, name: str) -> str:
         return self.now.get(name, name)
@@ -187,15 +191,36 @@ class _Walk:
 
     def _copied(self, call: _Call, names: dict[str, str], op: Op, origin: Origin) -> None:
         """Step 2. names: of what was traced -> of the step; those of its ops come to it."""
-        for item in call.ops:
-            if item.backward is not (op.target == MIXTURE_BACKWARD):
+        for inner, at in call.ops:
+            if at.backward is not (op.target == MIXTURE_BACKWARD):
                 continue
-            for used in item.op.uses:
+            for used in inner.uses:
                 if used.startswith(BUFFER):
                     names[used] = f"{BUFFER}{op.module}.{used.removeprefix(BUFFER)}"
-            own = with_uses(item.op, lambda name: names.get(name, name))
-            names[item.op.name] = fresh = self.out.fresh(item.op.name)
+            own = with_uses(inner, lambda name: names.get(name, name))
+            names[inner.name] = fresh = self.out.fresh(inner.name)
             self.out.keep(replace(own, name=fresh, module=op.module), origin)
+
+
+def along_experts(program: StepProgram, layout: Layout, model: nn.Module) -> ShardedProgram:
+    """Parameters of experts become those of a rank's experts. Raises UsageError for a module that is no
+    `mixture`."""
+    how = layout.experts
+    assert how is not None
+    for op in (op for op, origin in program.ops if not origin.backward):
+        name = next((n for n in how.modules if f"{op.module}.".startswith(f"{n}.")), None)
+        if name is not None and op.target not in (MIXTURE, MIXTURE_BACKWARD, GETITEM):
+            raise other_arguments(model.get_submodule(name))
+    placed = {f"param/{name}": sharded(of.dim) for name, of in how.shards.items()}
+    rules = dict.fromkeys((MIXTURE, MIXTURE_BACKWARD), _of_own_experts)
+    return shard(program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules))
+
+
+def _of_own_experts(op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Ranks send each other tokens, as `with_experts` says."""
+    own = given.placements[-len(op.args[-2]) :]
+    tokens = (REPLICATED,) * (len(given.placements) - len(own))
+    yield Choice((*tokens, *own), (REPLICATED, REPLICATED, *own) if len(op.outputs) > 1 else (REPLICATED,))
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from stretto.batch.constants import ConstantsWatch, Path
-from stretto.ir.metrics import Metric
-from stretto.ir.program import Constant, Count, Op, Shard, TensorSpec
+from stretto.ir.program import Job
 from stretto.passes import on_graph
+from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import Graph
+
+LOSS, COUNT, GRAD, UPDATE, SEEN = "loss", "count", "grad/", "update/", "seen/"
+"""Roots of a step's program, or how they begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,84 +36,32 @@ class JointGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedOp:
-    """An op with where it came from. segment: see `torch_adapter`; None for gradient reductions."""
-
-    op: Op
-    segment: int | None
-    backward: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """The ops of a step. grads: parameter -> its gradient's value or None. kept: other values that must stay
-    (the loss, buffers' updates), under the names of what they are."""
-
-    ops: tuple[TracedOp, ...]
-    grads: Mapping[str, str | None]
-    kept: Mapping[str, str]
-
-    def with_ops(self, ops: Iterable[TracedOp], now: Callable[[str], str]) -> TracedStep:
-        """Other ops. now: what a value is called in them."""
-        return TracedStep(
-            tuple(ops),
-            {parameter: None if value is None else now(value) for parameter, value in self.grads.items()},
-            {what: now(value) for what, value in self.kept.items()},
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Traced:
-    """One microbatch's forward and backward. segments: the module that runs in each segment.
+    """One microbatch's forward and backward. program: all that is computed.
 
-    parameters: name -> (spec, first name of its tie, value name of its gradient or None).
-    buffers: name -> (spec, value name of its update or None).
-    full, count, mean_over: as in `ir.program.Job`.
-    shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
-    layers: names of the model's repeated modules (`stretto.capturing.split`).
-    read, watch: as in `ir.program.Job`.
-    borders: as in `JointGraph`. seen: what is observed, all in stage 0.
+    job: what is known of it before it is cut: parameters, buffers and metrics are in no stage yet.
+    segments: the module that runs in each segment. layers: names of the model's repeated modules
+    (`stretto.capturing.split`). borders: as in `JointGraph`.
     """
 
-    name: str
-    ops: tuple[TracedOp, ...]
+    program: StepProgram
+    job: Job
     segments: tuple[str, ...]
-    parameters: Mapping[str, tuple[TensorSpec, str, str | None]]
-    buffers: Mapping[str, tuple[TensorSpec, str | None]]
-    constants: tuple[Constant, ...]
-    batch: tuple[tuple[str, TensorSpec], ...]
-    loss: str
-    param_dtype: str | None
-    own_dtypes: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-    fixed: tuple[tuple[str, str], ...] = ()
-    shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
-    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    borders: Mapping[int, int] = field(default_factory=dict)
-    full: tuple[str, ...] = ()
-    count: Count | None = None
-    mean_over: Count | None = None
-    frozen: frozenset[str] = frozenset()
-    seen: tuple[Metric, ...] = ()
-    layers: frozenset[str] = frozenset()
-    read: tuple[tuple[Path, str], ...] = ()
-    watch: ConstantsWatch = field(default_factory=ConstantsWatch, compare=False, repr=False)
+    layers: frozenset[str]
+    borders: Mapping[int, int]
 
 
-def passed(
-    ops: list[TracedOp],
-    roots: set[str],
-    given: Mapping[str, TensorSpec],
-    sharded: frozenset[str],
-    skip: Collection[str],
-) -> tuple[list[TracedOp], Mapping[str, str]]:
-    """The ops after all passes of a graph, and what roots are called now. What a pass made has the
-    origin of the op that it replaces."""
-    known = {traced.op.name: traced for traced in ops}
-    backward = frozenset(name for name, traced in known.items() if traced.backward)
+def passed(program: StepProgram, sharded: frozenset[str], skip: Collection[str]) -> StepProgram:
+    """The program after all passes of a graph. What a pass made has the origin of the op that it replaces.
+    sharded: values of whose first dim ranks have parts."""
+    origins = {op.name: origin for op, origin in program.ops}
     graph = Graph(
-        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, sharded=sharded
+        tuple(op for op, _ in program.ops),
+        frozenset(program.roots.values()),
+        backward=frozenset(name for name, origin in origins.items() if origin.backward),
+        given=program.given,
+        sharded=sharded,
     )
     graph = on_graph(graph, skip)
-    made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
-    return made, graph.renamed
+    ops = ((op, origins[graph.origin.get(op.name, op.name)]) for op in graph.ops)
+    return program.with_ops(ops, lambda value: graph.renamed.get(value, value))

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from stretto.capturing.graph import Traced
+from stretto.capturing.graph import GRAD, Traced
 from stretto.errors import CaptureError, listed
 from stretto.ir.axes import TENSOR
 from stretto.passes.layout.emit import GATHER, REDUCE, SCATTER
@@ -36,7 +36,7 @@ def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ..
     unruled = [
         one for one in made.gathered if one.of_parameters or not f"{one.op.module}.".startswith(gathering)
     ]
-    is_training = any(gradient is not None for _, _, gradient in traced.parameters.values())
+    is_training = any(root.startswith(GRAD) for root in traced.program.roots)
     if not unruled or not is_training:
         return
     sent = sum(
@@ -46,8 +46,8 @@ def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ..
     )
     if sum(one.nbytes for one in unruled) < LEAST * sent:
         return
-    flops = made.flops_in_full / max(sum(item.op.flops for item in traced.ops), 1)
-    parameters = sum(spec.nbytes for spec, _, _ in traced.parameters.values())
+    flops = made.flops_in_full / max(sum(op.flops for op, _ in traced.program.ops), 1)
+    parameters = sum(one.spec.nbytes for one in traced.job.parameters)
     gathered = sum(one.of_parameters for one in unruled) / max(parameters, 1)
     text = (
         f"ranks of {TENSOR} gather their slices for what no rule computes on slices, and each computes it in "
@@ -56,8 +56,8 @@ def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ..
     for share, what in ((flops, "flops are computed"), (gathered, "parameters are gathered")):
         if share > MOST:
             raise CaptureError(
-                f"{TENSOR} has little to gain in {traced.name}: {100 * min(share, 1):.0f} % of its {what} in "
-                f"full on every rank.\n  {text}.\n  {WAY_OUT[0].upper()}{WAY_OUT[1:]}"
+                f"{TENSOR} has little to gain in {traced.job.name}: {100 * min(share, 1):.0f} % of its "
+                f"{what} in full on every rank.\n  {text}.\n  {WAY_OUT[0].upper()}{WAY_OUT[1:]}"
             )
     warnings.warn(f"{text}. That is right, and slow: {WAY_OUT}", stacklevel=2)
 

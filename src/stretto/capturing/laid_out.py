@@ -1,10 +1,11 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Axes are passes in turn, the outermost first. Context-parallel ranks share the sequence of the batch's
-   leaves (`stretto.passes.layout.context`). The sequence is cut in chunks (`stretto.passes.layout.chunks`),
-   and a rank's ops come in the place of modules of experts (`stretto.capturing.experts`). Placements of
-   parameters over tp come from the plan (`stretto.parallelize.tensor`); with sequence parallelism, what
-   enters the first block is sharded along the sequence.
+1. Axes are passes in turn. Ranks keep parameters of their own experts. Context-parallel ranks share the
+   sequence of the batch's leaves (`stretto.passes.layout.context`). The sequence is cut in chunks
+   (`stretto.passes.layout.chunks`), and a rank's ops come in the place of modules of experts
+   (`stretto.capturing.experts`). Placements of parameters over tp come from the plan
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -18,50 +19,49 @@ import torch
 from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
-from stretto.capturing.experts import by_chunk, with_experts
-from stretto.capturing.graph import Traced, TracedOp, passed
+from stretto.capturing.experts import along_experts, by_chunk, with_experts
+from stretto.capturing.graph import SEEN, Traced, passed
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.axes import CP, TENSOR
-from stretto.ir.op_names import ATTENTION
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
+from stretto.ir.axes import CP, EP, TENSOR
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
+from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Shard
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.attention import shared
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.context import (
+    blocks_of,
     rows_of_masks,
     rules_of,
     sequence_of,
     sequences,
     with_own_tokens,
-    with_plain_lse,
 )
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
-from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
+from stretto.passes.layout.program import StepProgram, with_equal_views_once
+from stretto.passes.layout.rules import as_kernel
 from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
-
-LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
-"""How roots of a step's program begin."""
 
 
 @rarely_collected()
 def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    for item in traced.ops if layout.tensor is not None else ():
-        if item.op.target in (*STARTS, CHUNK, INDEX) and item.op.args[-2] == TENSOR:
+    for op, _ in traced.program.ops if layout.tensor is not None else ():
+        if op.target in (*STARTS, CHUNK, INDEX) and op.args[-2] == TENSOR:
             raise CaptureError(
-                f"{item.op.module or 'the loss'} communicates along {TENSOR}, over which passes lay out what "
+                f"{op.module or 'the loss'} communicates along {TENSOR}, over which passes lay out what "
                 "the code computes in full: leave it out"
             )
-    program = with_equal_views_once(program_of(traced))
+    program = with_equal_views_once(traced.program)
     placed: list[Mapping[str, AxisPlacement]] = []
     partial: dict[str, tuple[str, ...]] = {}
 
@@ -72,6 +72,8 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
         return made.program
 
     try:
+        if layout.experts is not None:
+            program = along(EP.name, along_experts(program, layout, model))
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
             program = with_own_tokens(program, CP.name)
@@ -88,24 +90,23 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
             program = along(TENSOR, made)
     except MisfitError as error:
         raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
-            "ampipe_degree out"
+            f"the passes of layouts do not fit {traced.job.name} ({error}): leave the module out of tp_plan, "
+            "or ampipe_degree out"
         ) from None
     first = {name for one in placed for name, at in one.items() if at.is_sharded and at.dim == 0}
     return _as_traced(traced, layout, program, partial, frozenset(first), skip_passes)
 
 
 def _may_be_partial(traced: Traced) -> frozenset[str]:
-    return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+    return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.job.metrics) if one.joined == "sum")
 
 
 def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
     """Raises UsageError for a sequence that ranks cannot share equally."""
-    size = layout.context
-    blocks = 1 if layout.context_kind == "ulysses" else 2
-    program = with_plain_lse(program)
+    size, blocks = layout.context, blocks_of(layout.context_kind)
+    program = shared(program)
     ahead = Ahead(program, size, dict(program.given))
-    length = sequence_of(ahead, traced.full)
+    length = sequence_of(ahead, traced.job.replicated)
     if not length:
         raise UsageError(
             f"cp = {size} shares the sequence of the batch, and no leaf of it is (batch, sequence) or more: "
@@ -117,11 +118,11 @@ def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> Shar
             "of two tokens or more: change one of them"
         )
     best, above = rows_of_masks(ahead, blocks)
-    parts = sequences(program, length, traced.full, above - best.keys(), blocks)
+    parts = sequences(program, length, traced.job.replicated, above - best.keys(), blocks)
     own = AxisRules(parts, best, rules_of(layout.context_kind), mirrored=blocks == 2)
     made = shard(program, CP.name, size, {}, {}, _may_be_partial(traced), own)
     for one in made.gathered:
-        if one.op.target in ATTENTION:
+        if as_kernel(one.op).target in ATTENTION | ATTENTION_BACKWARD:
             raise UsageError(
                 f"cp = {size}: {one.op.module} computes attention by {one.op.target}, of which ranks cannot "
                 "compute the rows of their own queries: drop cp"
@@ -134,7 +135,8 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
     program = program if chunks.full else by_chunk(program)
-    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial)
+    blocks = 1 if layout.context == 1 else blocks_of(layout.context_kind)
+    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
 
 
 def _along_tensor(
@@ -178,30 +180,23 @@ def _as_traced(
     sharded along their first dim."""
     low = lower(in_steps(program))
     owned = rooted(op for op, _ in low.ops)
-    if traced.device == "cuda" and not torch.cuda.is_available():
+    if traced.job.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
-    ops = [
-        TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
-    ]
-    ops, now = passed(ops, set(low.roots.values()), low.given, sharded_first, skip_passes)
-    roots = {root: now.get(value, value) for root, value in low.roots.items()}
+    low = replace(low, ops=tuple((op, origin) for op, (_, origin) in zip(owned, low.ops, strict=True)))
     gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
-    return replace(
-        traced,
-        ops=tuple(ops),
-        parameters={
-            name: (low.given[f"{PARAM}{name}"], tie, roots.get(f"{GRAD}{name}"))
-            for name, (_, tie, _) in traced.parameters.items()
-        },
-        buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
-        loss=roots[LOSS],
-        shards=_kept_shards(layout, gradients),
-        partial=gradients,
-        seen=tuple(
-            with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
-            for k, one in enumerate(traced.seen)
-        ),
+    shards = _kept_shards(layout, gradients)
+    parameters = (
+        replace(
+            one,
+            spec=low.given[f"{PARAM}{one.name}"],
+            shards=shards.get(one.name, ()),
+            partial=gradients.get(one.name, ()),
+        )
+        for one in traced.job.parameters
     )
+    seen = (with_partial(one, partial.get(f"{SEEN}{k}", ())) for k, one in enumerate(traced.job.metrics))
+    job = replace(traced.job, parameters=tuple(parameters), metrics=tuple(seen))
+    return replace(traced, program=passed(low, sharded_first, skip_passes), job=job)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
@@ -220,31 +215,6 @@ def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict
         for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}
-
-
-def program_of(traced: Traced) -> StepProgram:
-    """A traced step as layout passes read it."""
-    ops = {item.op.name: item.op for item in traced.ops}
-    given = {f"{PARAM}{name}": spec for name, (spec, _, _) in traced.parameters.items()}
-    given |= {f"buffer/{name}": spec for name, (spec, _) in traced.buffers.items()}
-    given |= {f"batch/{name}": spec for name, spec in traced.batch}
-    given |= {f"const/{constant.name}": constant.spec for constant in traced.constants}
-    given["tangent"] = _spec_of(ops, traced.loss)
-    roots = {LOSS: traced.loss}
-    roots |= {f"{GRAD}{n}": value for n, (_, _, value) in traced.parameters.items() if value is not None}
-    roots |= {f"{UPDATE}{n}": value for n, (_, value) in traced.buffers.items() if value is not None}
-    roots |= {f"{SEEN}{k}": one.value for k, one in enumerate(traced.seen)}
-    ties = {name: first for name, (_, first, _) in traced.parameters.items()}
-    return StepProgram(
-        tuple((item.op, Origin(item.segment, item.backward)) for item in traced.ops), given, roots, ties
-    )
-
-
-def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
-    op = ops[name]
-    spec = ops[op.args[0].name].outputs[op.args[1]] if op.target == GETITEM else op.outputs[0]
-    assert spec is not None
-    return spec
 
 
 def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:

@@ -21,12 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.capturing.graph import Traced, TracedOp
+from stretto.capturing.graph import Traced
 from stretto.capturing.mesh_program import OnMeshes, check_placement, ranks_of
 from stretto.capturing.split import Placement as StagesOfOps
 from stretto.capturing.split import place
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
+from stretto.ir.program import Op
+from stretto.passes.layout.program import Origin
 from stretto.tensor.errors import mesh_name, placements_name
 
 
@@ -151,15 +153,15 @@ def place_on_meshes(traced: Traced, on: OnMeshes) -> StagesOfOps:
             "after another: number ranks so, and reshard a tensor right before the layer that needs it"
         )
     placed = place(_entered(traced, on, cuts), count, cuts, buffers=False)
-    for item in traced.ops:
-        if item.backward:
+    for op, origin in traced.program.ops:
+        if origin.backward:
             continue
-        for name in item.op.uses:
+        for name in op.uses:
             kind, _, own = name.partition("/")
-            if kind in ("param", "buffer") and (on.places[own],) != tuple(placed[item.op.name]):
+            if kind in ("param", "buffer") and (on.places[own],) != tuple(placed[op.name]):
                 raise UsageError(
                     f"{own!r} is on the {names[on.places[own]]}, but the forward uses it after it has gone "
-                    f"on to the {names[placed[item.op.name][0]]}. Stages come one after another: reshard a "
+                    f"on to the {names[placed[op.name][0]]}. Stages come one after another: reshard a "
                     "tensor right before the layer that needs it, and never back"
                 )
     return placed
@@ -170,13 +172,14 @@ def _entered(traced: Traced, on: OnMeshes, cuts: Sequence[int]) -> Traced:
     There are some only where no pass has taken them out."""
     begins = (0, *cuts)
 
-    def with_segment(item: TracedOp) -> TracedOp:
-        kind, _, own = item.op.uses[0].partition("/") if item.op.uses else ("", "", "")
-        if item.segment is not None or item.backward or kind not in ("param", "buffer"):
-            return item
-        return replace(item, segment=begins[on.places[own]])
+    def origin_of(op: Op, origin: Origin) -> Origin:
+        kind, _, own = op.uses[0].partition("/") if op.uses else ("", "", "")
+        if origin.segment is not None or origin.backward or kind not in ("param", "buffer"):
+            return origin
+        return Origin(begins[on.places[own]], False)
 
-    return replace(traced, ops=tuple(with_segment(item) for item in traced.ops))
+    ops = tuple((op, origin_of(op, origin)) for op, origin in traced.program.ops)
+    return replace(traced, program=replace(traced.program, ops=ops))
 
 
 def _ranks(size: int) -> str:

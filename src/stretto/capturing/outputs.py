@@ -11,16 +11,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.backend.observe_adapter import TARGET
-from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.flow import is_external
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Count, Op, Ref, TensorSpec
+from stretto.passes.layout.program import Origin
 from stretto.passes.rewrite import live
 
 MEAN = 1
@@ -30,17 +30,16 @@ DIVISION = "aten.div.Tensor"
 
 
 def count_of(
-    ops: Sequence[TracedOp], loss: str, count: str | float | None, full: Collection[str]
+    ops: Mapping[str, Op], loss: str, count: str | float | None, full: Collection[str]
 ) -> Count | None:
-    """Step 1. count: the value's name, the number, or None for a loss that is a mean. full: leaves of
-    the batch that every microbatch takes in full.
+    """Step 1. ops: by name. count: the value's name, the number, or None for a loss that is a mean. full:
+    leaves of the batch that every microbatch takes in full.
 
     Raises CaptureError for a count that does not follow from the microbatch, and for the count of a mean.
     """
     if count is None:
         return None
-    by_name = {traced.op.name: traced.op for traced in ops}
-    if count != 1.0 and _is_mean(by_name, loss):
+    if count != 1.0 and _is_mean(ops, loss):
         raise CaptureError(
             "loss(model, microbatch) returned (mean, count), and the first of the two is to be a sum: take "
             'it with reduction="sum", or .sum() in the place of .mean(); or return the mean alone'
@@ -49,7 +48,7 @@ def count_of(
         return Count(count)
     if is_external(count):  # nothing was computed
         raise _no_count(count, full)
-    needed, read = _closure(by_name, count)
+    needed, read = _closure(ops, count)
     outside = [name for name in read if not name.startswith(("batch/", "const/"))]
     if outside or any(_communicates(op) or op.random for op in needed):
         raise _no_count(outside[0] if outside else "", full)
@@ -79,17 +78,16 @@ def _no_count(name: str, full: Collection[str]) -> CaptureError:
 
 
 def mean_over(
-    ops: Sequence[TracedOp], loss: str, full: Collection[str], given: Mapping[str, TensorSpec]
+    ops: Mapping[str, Op], loss: str, full: Collection[str], given: Mapping[str, TensorSpec]
 ) -> Count | None:
     """Step 2. given: specs of what comes from outside the step."""
-    by_name = {traced.op.name: traced.op for traced in ops}
-    needed, _ = _closure(by_name, loss)
+    needed, _ = _closure(ops, loss)
     for op in reversed(needed):
         result = None
         if op.target in LIKELIHOODS and op.args[3] == MEAN:
-            result = _labels(by_name, op, given)
+            result = _labels(ops, op, given)
         elif op.target == DIVISION and _is_number(op) and isinstance(op.args[1], Ref):
-            result = _divisor(by_name, *(arg.name for arg in op.args if isinstance(arg, Ref)))
+            result = _divisor(ops, *(arg.name for arg in op.args if isinstance(arg, Ref)))
         if result is not None and any(
             name.startswith("batch/") and name.removeprefix("batch/") not in full
             for counting in result.ops
@@ -150,20 +148,21 @@ def _communicates(op: Op) -> bool:
     return op.target in (*STARTS, WAIT, INDEX, CHUNK)
 
 
-def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Metric, ...]]:
+def observed_of(
+    ops: Iterable[tuple[Op, Origin]],
+) -> tuple[tuple[tuple[Op, Origin], ...], tuple[Metric, ...]]:
     """Step 3: the other ops, and what is observed. Raises CaptureError for a value of the backward, and for
     one name with several shapes."""
-    kept: list[TracedOp] = []
+    kept: list[tuple[Op, Origin]] = []
     seen: list[Metric] = []
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    for item in ops:
-        op = item.op
+    for op, origin in ops:
         if op.target != TARGET:
-            kept.append(item)
+            kept.append((op, origin))
             continue
         value, name, joined = op.args[0].name, str(op.args[1]), op.args[2]
         where = f"{op.module or 'the model'} calls observe({name!r}, ...)"
-        if item.backward:
+        if origin.backward:
             raise CaptureError(f"{where} in the backward: observe what the forward makes")
         made = op.outputs[0]
         assert made is not None
@@ -173,16 +172,16 @@ def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Metric, 
                 f"{where} of shape {list(made.shape)} after one of {list(first)}: give them two names"
             )
         seen.append(Metric(op.module, name, 0, value, joined))
-    return kept, tuple(seen)
+    return tuple(kept), tuple(seen)
 
 
-def with_partial(metric: Metric, axes: tuple[str, ...], now: str) -> Metric:
-    """A metric whose value is partial along axes, and is called otherwise now. Raises CaptureError for the
-    greatest of partial values, which is not the greatest of their sums."""
+def with_partial(metric: Metric, axes: tuple[str, ...]) -> Metric:
+    """A metric whose value is partial along axes. Raises CaptureError for the greatest of partial values,
+    which is not the greatest of their sums."""
     if axes and metric.joined == "max":
         raise CaptureError(
             f"{metric.module or 'the model'} calls observe({metric.name!r}, ..., 'max') with a value that is "
             f"partial along {', '.join(axes)}, and the greatest partial value is no greatest sum: "
             "observe it joined by 'sum', or observe what is made of it where it is replicated"
         )
-    return replace(metric, value=now, partial=axes)
+    return replace(metric, partial=axes)

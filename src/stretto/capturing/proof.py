@@ -13,41 +13,33 @@ the module and what to write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from stretto.capturing.graph import TracedOp
+from stretto.capturing.graph import GRAD
 from stretto.errors import CaptureError
 from stretto.ir.placed_programs import placers_of
 from stretto.ir.placement import LOCAL, PlacementError, is_thin
-from stretto.ir.program import Op, Shard, TensorSpec
+from stretto.ir.program import Op, Shard
 from stretto.parallelize.tensor import AXIS
+from stretto.passes.layout.program import StepProgram
 
 
 class Proof:
-    """See the module. Raises CaptureError for what does not fit.
+    """See the module. Raises CaptureError for what does not fit. size: of the axis."""
 
-    given: specs of what no op makes; gradients: parameter -> its value; size: of the axis."""
-
-    def __init__(
-        self,
-        ops: Sequence[TracedOp],
-        given: Mapping[str, TensorSpec],
-        shards: Mapping[str, Shard],
-        gradients: Mapping[str, str | None],
-        size: int,
-    ) -> None:
-        self._specs = dict(given)
-        self._made = {item.op.name: item.op for item in ops}
-        self._shards, self._gradients = shards, gradients
+    def __init__(self, program: StepProgram, shards: Mapping[str, Shard], size: int) -> None:
+        self._specs = dict(program.given)
+        self._made = {op.name: op for op, _ in program.ops}
+        self._shards, self._roots = shards, program.roots
         (self._placer,) = placers_of(AXIS, size, shards)
         for op in self._made.values():
             self._place(op)
 
     def partial(self) -> dict[str, tuple[str, ...]]:
         """The parameters whose gradients are partial sums, with the axes along which they are."""
-        full = {name: value for name, value in self._gradients.items() if name not in self._shards}
-        summed = [name for name, value in full.items() if value and not self._placer.of(value).is_full]
-        return dict.fromkeys(summed, (AXIS,))
+        gradients = {r.removeprefix(GRAD): value for r, value in self._roots.items() if r.startswith(GRAD)}
+        full = {name: value for name, value in gradients.items() if name not in self._shards}
+        return {name: (AXIS,) for name, value in full.items() if not self._placer.of(value).is_full}
 
     def sharded(self) -> frozenset[str]:
         """Values of which ranks have parts along dim 0."""

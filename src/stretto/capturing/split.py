@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from stretto.capturing.graph import Traced
+from stretto.capturing.graph import GRAD, UPDATE, Traced
 from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, read_stages
 from stretto.errors import UsageError, meant
 from stretto.ir.balance import cut_chain, even_ranks
@@ -98,13 +98,13 @@ def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = T
     placed: dict[str, int] = {}
     backward: set[str] = set()
     last = bisect_right(cuts, len(traced.segments) - 1)  # that has any op
-    for item in traced.ops:
-        stage = last if item.segment is None else bisect_right(cuts, item.segment)
-        if item.backward:
+    for op, origin in traced.program.ops:
+        stage = last if origin.segment is None else bisect_right(cuts, origin.segment)
+        if origin.backward:
             # A gradient flows down the stages; what sums parts of several waits for the lowest.
-            stage = min([stage, *(placed[name] for name in item.op.uses if name in backward)])
-            backward.add(item.op.name)
-        placed[item.op.name] = stage
+            stage = min([stage, *(placed[name] for name in op.uses if name in backward)])
+            backward.add(op.name)
+        placed[op.name] = stage
     return _share(traced, placed, free)
 
 
@@ -135,7 +135,7 @@ def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
         raise UsageError(f"split = {error}") from None
     if len(result.of) != stages:
         raise UsageError(f"split = {text!r} has {len(result.of)} stages, but the pipeline has {stages}")
-    return _layer_cuts(traced.name, traced.segments, traced.layers, result)
+    return _layer_cuts(traced.job.name, traced.segments, traced.layers, result)
 
 
 def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequence[int] | None) -> list[int]:
@@ -145,25 +145,24 @@ def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequenc
     count = len(traced.segments)
     load = [0.0] * count
     last_use: dict[str, int] = {}
-    for item in traced.ops:
-        if item.segment is not None:
-            load[item.segment] += op_cost(item.op)
-            if not item.backward:
-                for name in item.op.uses:
-                    last_use[name] = max(last_use.get(name, 0), item.segment)
+    for op, (segment, backward) in traced.program.ops:
+        if segment is not None:
+            load[segment] += op_cost(op)
+            if not backward:
+                for name in op.uses:
+                    last_use[name] = max(last_use.get(name, 0), segment)
     # Bytes that cross a cut before segment k: values made before it and used at it or after.
     change = [0] * (count + 1)
     roots: dict[str, str] = {}
     crossing_until: dict[str, int] = {}
     made: dict[str, int] = {}
     size: dict[str, int] = {}
-    for item in traced.ops:
-        if item.backward or item.segment is None or item.op.name in free:
+    for op, (segment, backward) in traced.program.ops:
+        if backward or segment is None or op.name in free:
             continue
-        op = item.op
         roots[op.name] = op.alias if op.alias is not None and op.alias in made else op.name
         root = roots[op.name]
-        made.setdefault(root, item.segment)
+        made.setdefault(root, segment)
         size.setdefault(root, sum(spec.nbytes for spec in op.outputs if spec is not None))
         crossing_until[root] = max(crossing_until.get(root, 0), last_use.get(op.name, 0))
     for root, segment in made.items():
@@ -200,12 +199,12 @@ def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
     free: set[str] = set()
     spent: dict[str, float] = {}
     # A buffer that the model writes is up to date in one stage only.
-    given = {f"buffer/{name}" for name, (_, update) in traced.buffers.items() if buffers and update is None}
-    for item in traced.ops:
-        op = item.op
+    names = (one.name for one in traced.job.buffers if buffers)
+    given = {f"buffer/{name}" for name in names if f"{UPDATE}{name}" not in traced.program.roots}
+    for op, origin in traced.program.ops:
         inputs = [n for n in op.uses if not n.startswith(("batch/", "const/")) and n not in given]
         if (
-            item.backward
+            origin.backward
             or op.random
             or op.target in (*STARTS, WAIT)
             or any(name not in free for name in inputs)
@@ -220,16 +219,14 @@ def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
 
 def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> Placement:
     stages: dict[str, set[int]] = defaultdict(set)
-    kept = {traced.loss, *(update for _, update in traced.buffers.values() if update is not None)}
-    kept |= {one.value for one in traced.seen}
-    for item in reversed(traced.ops):
-        name = item.op.name
-        if name not in free or name in kept or not stages[name]:
-            stages[name].add(placed[name])
-        for used in item.op.uses:
+    kept = {value for root, value in traced.program.roots.items() if not root.startswith(GRAD)}
+    for op, _ in reversed(traced.program.ops):
+        if op.name not in free or op.name in kept or not stages[op.name]:
+            stages[op.name].add(placed[op.name])
+        for used in op.uses:
             if used in free:
-                stages[used] |= stages[name]
-    return {item.op.name: tuple(sorted(stages[item.op.name])) for item in traced.ops}
+                stages[used] |= stages[op.name]
+    return {op.name: tuple(sorted(stages[op.name])) for op, _ in traced.program.ops}
 
 
 # --- layers ------------------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.capturing.graph import Traced
+from stretto.capturing.graph import GRAD, LOSS, SEEN, UPDATE, Traced
 from stretto.capturing.split import Placement
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
-from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
+from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.passes.rewrite import live, stage_of
 
 
@@ -33,11 +33,12 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
     forward: list[list[Op]] = [[] for _ in range(stages)]
     backward: list[list[Op]] = [[] for _ in range(stages)]
     homes: dict[str, tuple[int, ...]] = dict(placement)
+    roots = traced.program.roots
     grads, gone, sums = _gradient_parts(traced, homes)
-    for item in traced.ops:
-        if item.op.name not in gone:
-            for stage in homes[item.op.name]:
-                (backward if item.backward else forward)[stage].append(item.op)
+    for op, origin in traced.program.ops:
+        if op.name not in gone:
+            for stage in homes[op.name]:
+                (backward if origin.backward else forward)[stage].append(op)
     for stage, op in sums:
         homes[op.name] = (stage,)
         backward[stage].append(op)
@@ -60,48 +61,35 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
                     if is_external(name):
                         users[name].add(stage_ops.index)
     parameters = tuple(
-        Parameter(
-            name,
-            spec,
-            tuple(sorted(users[f"param/{name}"])),
-            tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(name, ())),
-            tied_to,
-            None if traced.own_dtypes.get(name) == spec.dtype else traced.own_dtypes.get(name),
-            traced.shards.get(name, ()),
-            traced.partial.get(name, ()),
-            name in traced.frozen,
+        replace(
+            one,
+            stages=tuple(sorted(users[f"param/{one.name}"])),
+            grads=tuple((stage, phase_of[stage, value], value) for stage, value in grads.get(one.name, ())),
         )
-        for name, (spec, tied_to, _) in traced.parameters.items()
+        for one in traced.job.parameters
     )
     buffers = []
-    for name, (spec, update) in traced.buffers.items():
-        at = tuple(sorted(users[f"buffer/{name}"]))
+    for buffer in traced.job.buffers:
+        at = tuple(sorted(users[f"buffer/{buffer.name}"]))
+        update = roots.get(f"{UPDATE}{buffer.name}")
         updates = () if update is None else tuple((s, phase_of[s, update], update) for s in homes[update])
         if updates and set(at) - {stage for stage, _, _ in updates}:
             raise CaptureError(
-                f"buffer {name!r} is written in stage {updates[0][0]} and read in stages {at}: one would "
-                "read a stale copy; choose split so that what writes it and all that read it are together"
+                f"buffer {buffer.name!r} is written in stage {updates[0][0]} and read in stages {at}: one "
+                "would read a stale copy; choose split so that what writes it and all that read it are "
+                "together"
             )
-        buffers.append(Buffer(name, spec, at, updates))
-    return Job(
-        name=traced.name,
+        buffers.append(replace(buffer, stages=at, updates=updates))
+    seen = ((one, roots[f"{SEEN}{k}"]) for k, one in enumerate(traced.job.metrics))
+    return replace(
+        traced.job,
         microbatches=microbatches,
         stages=tuple(made),
         edges=edges,
         parameters=parameters,
         buffers=tuple(buffers),
-        constants=traced.constants,
-        batch=traced.batch,
-        loss=(homes[traced.loss][0], traced.loss),
-        param_dtype=traced.param_dtype,
-        device=traced.device,
-        fixed=traced.fixed,
-        replicated=traced.full,
-        count=traced.count,
-        mean_over=traced.mean_over,
-        metrics=tuple(replace(one, stage=homes[one.value][0]) for one in traced.seen),
-        read=traced.read,
-        watch=traced.watch,
+        loss=(homes[roots[LOSS]][0], roots[LOSS]),
+        metrics=tuple(replace(one, stage=homes[value][0], value=value) for one, value in seen),
     )
 
 
@@ -110,7 +98,7 @@ def _gradient_parts(
 ) -> tuple[dict[str, tuple[tuple[int, str], ...]], set[str], list[tuple[int, Op]]]:
     """Step 3: for each parameter its gradient's parts (stage, value); the sums over stages that are in this
     way gone; and sums within a stage that take their place, with their stage."""
-    ops = {item.op.name: item.op for item in traced.ops}
+    ops = {op.name: op for op, _ in traced.program.ops}
     uses: dict[str, int] = defaultdict(int)
     for op in ops.values():
         for name in op.uses:
@@ -140,9 +128,10 @@ def _gradient_parts(
             if name.startswith("param/"):
                 owners[name.removeprefix("param/")].update(homes[op.name])
 
-    for name, (_, _, value) in traced.parameters.items():
-        if value is None:
+    for root, value in traced.program.roots.items():
+        if not root.startswith(GRAD):
             continue
+        name = root.removeprefix(GRAD)
         leaves = terms(value, True)
         if {homes[leaf][0] for leaf in leaves} <= owners[name] and len({homes[x][0] for x in leaves}) == 1:
             grads[name] = ((homes[value][0], value),)

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from stretto.errors import CaptureError
 from stretto.ir.program import GETITEM, Op, TensorSpec
 from stretto.parallelize.unseen import put_forward
-from stretto.passes.layout.attention import heads_fit
+from stretto.passes.layout.kernels import heads_fit
 
 FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 """Of all of PyTorch's own, whatever their number of dims."""

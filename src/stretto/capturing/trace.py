@@ -12,10 +12,9 @@ The result knows no stages: `stretto.capturing.split` chooses them, `stretto.cap
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from stretto.capturing.convert import convert
 from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
-from stretto.capturing.graph import JointGraph, Traced, TracedStep, passed
+from stretto.capturing.graph import COUNT, GRAD, LOSS, SEEN, UPDATE, JointGraph, Traced, passed
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
@@ -45,9 +44,11 @@ from stretto.capturing.substitutes import (
     with_cuda_results,
 )
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.program import Constant, TensorSpec
-from stretto.parallelize.layout import Layout
+from stretto.ir.program import Buffer, Constant, Job, Parameter
+from stretto.parallelize.expert_op import as_one_op
+from stretto.parallelize.layout import Layout, part_shapes
 from stretto.passes import check_names
+from stretto.passes.layout.program import StepProgram
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +57,17 @@ PLAIN = Layout()
 
 @dataclass(frozen=True, slots=True)
 class _TraceSetup:
-    """What one attempt traces, after step 1.
+    """What is traced, after step 1; arguments of `trace` have their names.
 
-    leaves: of the microbatch, fake, by name. at: the device of fake tensors; absent: whether that replaces a
-    CUDA that this machine lacks; device: the kind of device that the step is for.
+    fixed: as in `ir.program.Job`. leaves: of the microbatch, fake, by name. at: the device of fake tensors;
+    absent: whether that replaces a CUDA that this machine lacks; device: the kind of device that the step is
+    for.
     """
 
     model: nn.Module
+    batch: Any
     loss: Loss
-    rebuild: Callable[[Sequence[Tensor]], Any]
+    fixed: tuple[tuple[str, str], ...]
     leaves: Mapping[str, Tensor]
     mode: Any
     at: torch.device
@@ -72,24 +75,13 @@ class _TraceSetup:
     device: str
     param_dtype: torch.dtype | None
     layout: Layout
+    skip_passes: Collection[str]
     meshes: OnMeshes | None
-    repeats: bool
 
-    def fake_state(self, parts: Mapping[int, tuple[int, ...]] | None = None) -> AbstractContextManager[None]:
+    def fake_state(self) -> AbstractContextManager[None]:
         """As `torch_adapter.fake_state`, for this model."""
+        parts = part_shapes(self.model, self.layout.tensor)
         return torch_adapter.fake_state(self.model, self.mode, self.at, self.param_dtype, parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExportedStep:
-    """After step 3. specs: of parameters and buffers, by name; given: of all values that no op makes."""
-
-    joint: JointGraph
-    reads: Reads
-    step: TracedStep
-    constants: Sequence[Constant]
-    specs: Mapping[str, TensorSpec]
-    given: Mapping[str, TensorSpec]
 
 
 @rarely_collected()
@@ -119,114 +111,10 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    traced = partial(
-        _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
-    )
-    with batch_norms_in_ops(model):
-        # Layers that are repeated would number the borders of meshes again.
-        if equal_layers and meshes is None:
-            try:
-                return traced(repeats=True)
-            except (NotRepeatedError, CaptureError) as reason:
-                # Whether a model can be captured is for the trace of all layers to decide.
-                _log.debug("all layers are traced: %s", reason)
-        return traced(repeats=False)
-
-
-def _trace(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    microbatches: int,
-    param_dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    layout: Layout,
-    skip_passes: Collection[str],
-    meshes: OnMeshes | None,
-    repeats: bool,
-) -> Traced:
-    """Steps 1 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
-    fixed, full = tuple(tree.fixed(batch).items()), tree.replicated_leaves(batch)
-    setup = _set_up(model, batch, loss, microbatches, param_dtype, device, layout, meshes, repeats)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    own_dtypes = {name: dtype_name(p.dtype) for name, p in parameters.items()}
-    first: dict[int, str] = {}
-    ties = {name: first.setdefault(id(p), name) for name, p in parameters.items()}
-    exported = _exported(setup)
-    joint, given = exported.joint, exported.given
-    read, watch = exported.reads.kept()
-
-    ops, seen = observed_of(exported.step.ops)
-    grads, kept = dict(exported.step.grads), dict(exported.step.kept)
-    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), full)
-    divided = mean_over(ops, kept["loss"], full, given) if count is None else None
-    partial_along: Mapping[str, tuple[str, ...]] = {}
-    sharded: frozenset[str] = frozenset()
-    tensor = layout.tensor
-    if tensor is not None:
-        proof = Proof(ops, given, tensor.shards, grads, tensor.size)
-        partial_along, sharded = proof.partial(), proof.sharded()
-        seen = tuple(with_partial(one, proof.of(one.value), one.value) for one in seen)
-    roots = {value for value in grads.values() if value is not None} | {*kept.values()}
-    ops, now = passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
-    grads = {name: value and now.get(value, value) for name, value in grads.items()}
-    kept = {what: now.get(value, value) for what, value in kept.items()}
-
-    counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
-    used = {name for op in (*(traced.op for traced in ops), *counting) for name in op.uses}
-    inputs = [(kind, str(name)) for kind, name in joint.inputs.values()]
-    return Traced(
-        name=type(model).__name__,
-        ops=tuple(ops),
-        segments=tuple(joint.segments),
-        parameters={
-            name: (exported.specs[name], ties[name], grads.get(name))
-            for kind, name in inputs
-            if kind == "param"
-        },
-        buffers={
-            name: (exported.specs[name], kept.get(f"buffer/{name}"))
-            for kind, name in inputs
-            if kind == "buffer"
-        },
-        constants=tuple(c for c in exported.constants if f"const/{c.name}" in used),
-        batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
-        loss=kept["loss"],
-        param_dtype=None if param_dtype is None else dtype_name(param_dtype),
-        own_dtypes=own_dtypes,
-        device=setup.device,
-        fixed=fixed,
-        shards=layout.shards,
-        partial=partial_along,
-        borders=joint.borders,
-        full=full,
-        count=count,
-        mean_over=divided,
-        frozen=frozenset(name for name, p in parameters.items() if not p.requires_grad),
-        seen=tuple(replace(one, value=now.get(one.value, one.value)) for one in seen),
-        layers=layer_names(model),
-        read=read,
-        watch=watch,
-    )
-
-
-def _set_up(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    microbatches: int,
-    param_dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    layout: Layout,
-    meshes: OnMeshes | None,
-    repeats: bool,
-) -> _TraceSetup:
-    leaves = tree.flatten(batch)
+    fixed, leaves = tuple(tree.fixed(batch).items()), tree.flatten(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
     check_model(model)
-    if repeats and not equal_layers(model):
-        raise NotRepeatedError("no layers are equal")
     at = torch.device(device) if device is not None else _device_of(model)
     absent = at.type == "cuda" and not torch.cuda.is_available()
     mode = torch_adapter.fake_mode()
@@ -239,28 +127,119 @@ def _set_up(
             fakes[name] = torch.empty(
                 shapes[name], dtype=param_dtype if converted else leaf.dtype, device=here
             )
-    rebuild = tree.rebuilder(batch)
-    return _TraceSetup(
-        model, loss, rebuild, fakes, mode, here, absent, at.type, param_dtype, layout, meshes, repeats
+    setup = _TraceSetup(
+        model,
+        batch,
+        loss,
+        fixed,
+        fakes,
+        mode,
+        here,
+        absent,
+        at.type,
+        param_dtype,
+        layout,
+        skip_passes,
+        meshes,
     )
+    with batch_norms_in_ops(model):
+        # Layers that are repeated would number the borders of meshes again.
+        if equal_layers and meshes is None:
+            try:
+                return _trace(setup, repeats=True)
+            except (NotRepeatedError, CaptureError) as reason:
+                # Whether a model can be captured is for the trace of all layers to decide.
+                _log.debug("all layers are traced: %s", reason)
+        return _trace(setup, repeats=False)
 
 
-def _exported(setup: _TraceSetup) -> _ExportedStep:
+def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
+    """Steps 2 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     model, layout = setup.model, setup.layout
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    joint, reads, program, constants = _exported(setup, repeats)
+    read, watch = reads.kept()
+    full = tree.replicated_leaves(setup.batch)
+
+    ops, seen = observed_of(program.ops)
+    roots = {**program.roots, **{f"{SEEN}{k}": one.value for k, one in enumerate(seen)}}
+    made = {op.name: op for op, _ in ops}
+    count = count_of(made, roots[LOSS], roots.pop(COUNT, joint.count), full)
+    divided = mean_over(made, roots[LOSS], full, program.given) if count is None else None
+    program = replace(program, ops=ops, roots=roots)
+    partial_along: Mapping[str, tuple[str, ...]] = {}
+    sharded: frozenset[str] = frozenset()
+    tensor = layout.tensor
+    if tensor is not None:
+        proof = Proof(program, tensor.shards, tensor.size)
+        partial_along, sharded = proof.partial(), proof.sharded()
+        seen = tuple(with_partial(one, proof.of(one.value)) for one in seen)
+    program = passed(program, sharded, setup.skip_passes)
+
+    counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
+    used = {name for op in (*(op for op, _ in program.ops), *counting) for name in op.uses}
+    constants = [constant for constant in constants if f"const/{constant.name}" in used]
+    kept = {f"const/{constant.name}" for constant in constants}
+    given = {n: spec for n, spec in program.given.items() if n in kept or not n.startswith("const/")}
+
+    def parameter(name: str, own: nn.Parameter) -> Parameter:
+        spec, dtype = given[f"param/{name}"], dtype_name(own.dtype)
+        return Parameter(
+            name,
+            spec,
+            stages=(),
+            grads=(),
+            tied_to=program.ties[name],
+            own_dtype=None if dtype == spec.dtype else dtype,
+            shards=layout.shards.get(name, ()),
+            partial=partial_along.get(name, ()),
+            frozen=not own.requires_grad,
+        )
+
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = [(kind, str(name)) for kind, name in joint.inputs.values()]
+    job = Job(
+        name=type(model).__name__,
+        microbatches=1,
+        stages=(),
+        edges=(),
+        parameters=tuple(parameter(name, own[name]) for kind, name in names if kind == "param"),
+        buffers=tuple(Buffer(name, given[f"buffer/{name}"], ()) for kind, name in names if kind == "buffer"),
+        constants=tuple(constants),
+        batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
+        loss=(0, program.roots[LOSS]),
+        param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
+        device=setup.device,
+        fixed=setup.fixed,
+        replicated=full,
+        count=count,
+        mean_over=divided,
+        metrics=seen,
+        read=read,
+        watch=watch,
+    )
+    program = replace(program, given=given)
+    return Traced(program, job, tuple(joint.segments), layer_names(model), joint.borders)
+
+
+def _exported(setup: _TraceSetup, repeats: bool) -> tuple[JointGraph, Reads, StepProgram, Sequence[Constant]]:
+    """Steps 2 and 3: the graph, what of Python was read, and the graph's ops and constants."""
+    model, layout = setup.model, setup.layout
+    if repeats and not equal_layers(model):
+        raise NotRepeatedError("no layers are equal")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    ties = {name: first.setdefault(id(p), name) for name, p in parameters.items()}
     with (
-        setup.fake_state(layout.part_shapes(model)),
+        setup.fake_state(),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        layout.applied(model),
+        as_one_op(model, layout.mixtures),
     ):
-        specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        specs |= {name: spec_of(b) for name, b in model.named_buffers(remove_duplicate=False)}
-        layers = layers_of(model) if setup.repeats else None
+        layers = layers_of(model) if repeats else None
         with explained(model, passed=(NotRepeatedError,), loss=setup.loss):
             joint, reads = torch_adapter.export_joint(
                 model,
                 setup.loss,
-                setup.rebuild,
+                tree.rebuilder(setup.batch),
                 tuple(setup.leaves.values()),
                 setup.mode,
                 layers,
@@ -274,19 +253,21 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
         names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     ops, constants = convert(joint, names, 1 if setup.meshes is None else setup.meshes.size)
+    given |= {f"const/{constant.name}": constant.spec for constant in constants}
     if setup.absent:
-        made = with_cuda_results((traced.op for traced in ops), given)
-        ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
-    grads: dict[str, str | None] = {}
-    kept: dict[str, str] = {}
+        made = with_cuda_results((op for op, _ in ops), given)
+        ops = [(op, origin) for op, (_, origin) in zip(made, ops, strict=True)]
+    roots: dict[str, str] = {}
     for kind, key, out in joint.outputs:
-        if kind == "grad" and key not in frozen:
-            grads[key] = None if out is None else names[out]
-        elif kind in ("loss", "count", "update") and out is not None:
-            kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
-    step = TracedStep(tuple(ops), grads, kept)
-    step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
-    return _ExportedStep(joint, reads, step, constants, specs, given)
+        is_frozen = kind == "grad" and not parameters[key].requires_grad
+        if out is not None and kind in (LOSS, COUNT, "grad", "update") and not is_frozen:
+            roots[f"{kind}/{key}" if key else kind] = names[out]
+    program = StepProgram(tuple(ops), given, roots, ties)
+    program = named(program) if layers is None else expand(program, layers.calls, joint.segments, constants)
+    kinds = {"param": GRAD, "buffer": UPDATE}
+    order = (f"{kinds[kind]}{name}" for kind, name in joint.inputs.values() if kind in kinds)
+    roots = {root: program.roots[root] for root in (LOSS, COUNT, *order) if root in program.roots}
+    return joint, reads, replace(program, roots=roots), constants
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -49,7 +49,7 @@ def calibrate(
     ops_only: Annotated[bool, typer.Option(help="Measure no collectives and no messages.")] = False,
     fresh: Annotated[bool, typer.Option(help="Measure again what is known.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; what the inputs were captured for if unset.")
+        Literal["cpu", "cuda"] | None, typer.Option(help="What the inputs were captured for if unset.")
     ] = None,
 ) -> None:
     """Measure op times, collectives, messages and contention, and write them for `stretto plan --cluster`.
@@ -57,13 +57,11 @@ def calibrate(
     Ctrl-C or SIGTERM keeps what is there and ends with status 1; the next run goes on from it. Under
     torchrun, all ranks measure at once and rank 0 writes.
     """
-    if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"--device {device}: give cpu or cuda")
     if cluster_out.suffix != ".json":
         raise UsageError(f"--cluster-out {cluster_out}: a calibration is a .json file")
     check_output("--cluster-out", cluster_out)
     jobs = [job_of(path) for path in inputs or []]
-    path, traces, kind = cluster_out, from_profile or [], device
+    path, traces = cluster_out, from_profile or []
     import torch
     import torch.distributed as dist
 
@@ -76,7 +74,8 @@ def calibrate(
     # A trace by itself is an input as good as a plan. Nothing is measured then: it may be of another machine.
     traces_only = bool(traces) and not jobs
     captured_for = [one.kind for one in result if traces_only] + [job.device for job in jobs]
-    kind = kind or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
+    captured_for.append("cuda" if torch.cuda.is_available() else "cpu")
+    kind: str = device or captured_for[0]
     for trace, name in zip(result, traces, strict=True):
         if trace.kind != kind:
             raise UsageError(

@@ -108,7 +108,9 @@ def make(
         model = of.model()
     device = None if isinstance(cluster, str) else device_of(cluster)
     job = stretto.capture(
-        model, of.batch, of.loss, settings.parallel, precision=settings.precision, device=device
+        *(model, of.train(0, settings.training.global_batch), of.loss, settings.parallel),
+        precision=settings.precision,
+        device=device,
     )
     return stretto.plan(
         job,

@@ -9,8 +9,9 @@ import json as json_text
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -34,8 +35,8 @@ from stretto.report.grid import (
     format_us,
     grid_of,
 )
-from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
-from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
+from stretto.report.html import REPORT, accounts_grid, render, run_findings, run_grids, write_page
+from stretto.report.ops import OpLine, costliest_ops, notes_of, program_lines, totals_of
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
@@ -72,19 +73,17 @@ def report(
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix is the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
-    result = load_run(path)
-    page = path / REPORT if lacks_page(path) else None
-    if page is not None:
+    result, page = load_run(path), path / REPORT
+    if result.summary is not None and not page.exists():
         with suppress(OSError):  # of a run of somebody else
             write_page(result)
+            typer.echo(f"The run was killed before it wrote its page.\nwrote {page}")
     files = [] if output is None else [(output, lambda out: writers[out.suffix](result, out))]
     write_and_print(
         files,
         lambda: _print(result),
         lambda out: ops_left_out(_timelines(result), result.plan) if out.suffix == TRACE else "",
     )
-    if page is not None and page.exists():
-        typer.echo(f"The run was killed before it wrote its page.\nwrote {page}")
 
 
 def _print(found: Run) -> None:
@@ -122,7 +121,8 @@ def show(
     plan: PlanFile,
     stage: Annotated[int, typer.Option(help="The stage.", show_default=False)],
     phase: Annotated[
-        str, typer.Option(help="F, I, W, or B (I and W together).", metavar="F|I|W|B", show_default=False)
+        Literal["F", "I", "W", "B"],
+        typer.Option(help="B is I and W together.", case_sensitive=False, show_default=False),
     ],
     module: Annotated[
         str | None,
@@ -131,9 +131,7 @@ def show(
     json: AsJson = False,
 ) -> None:
     """List a stage's ops: shapes, bytes, flops, predicted time, what is saved for later, what is freed."""
-    if phase.upper() not in ("F", "I", "W", "B"):
-        raise UsageError(f"--phase {phase}: there is no such phase; give one of F, I, W, B")
-    wanted = Phase(phase.upper())
+    wanted = Phase(phase)
     loaded = load_plan(plan, edited=True)  # nothing is computed of it
     lines = program_lines(loaded, stage, wanted, module)
     totals = totals_of(lines)
@@ -166,7 +164,7 @@ def _ops_grid(lines: list[OpLine], title: str) -> Grid:
             (
                 op.name,
                 op.target.removeprefix("aten."),
-                f"{line.reads} → {line.makes}",
+                f"{line.shown['reads']} → {line.shown['makes']}",
                 "; ".join(notes_of(line)),
                 format_bytes(op.nbytes) if op.nbytes else "view" if op.alias is not None else "-",
                 format_flops(op.flops) if op.flops else "-",
@@ -199,7 +197,7 @@ def cost(
     communications = communications_of(planned.plan, planned.simulated, ran.measured)[:top]
     costs = planned.plan.costs
     if as_json:
-        rows = [_op_row(op) for op in ops]
+        rows = [{**asdict(op), "each_us": op.each_us} for op in ops]
         document = {"source": costs.source, "ops": rows, "communications": communications}
         typer.echo(json_text.dumps(document, indent=1))
         return
@@ -254,13 +252,7 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
     return groups
 
 
-def _op_row(op: OpGroup) -> Row:
-    names = ("target", "reads", "makes", "phases", "calls", "each_us", "total_us", "share", "source")
-    return {name: getattr(op, name) for name in names}
-
-
 def _communications_grid(rows: Sequence[Row]) -> Grid:
-    """A table, with what was measured if anything was."""
     measured = any(row["measured_us"] is not None for row in rows)
     columns: Columns = {
         "axis": ("axis", "{}"),

@@ -6,9 +6,8 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -27,14 +26,7 @@ from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
-
-class Format(StrEnum):
-    """The forms in which a schedule can be printed."""
-
-    ASCII = "ascii"
-    CSV = "csv"
-    SVG = "svg"
-    JSON = "json"
+Format = Literal["ascii", "csv", "svg", "json"]
 
 
 @command
@@ -118,7 +110,7 @@ def schedule(
         return
     check_output("--output", output)
     ending = output.suffix.lstrip(".").lower() if output is not None else ""
-    form = form or next((one for one in Format if one.value == ending), Format.ASCII)
+    form = form or next((one for one in get_args(Format) if one == ending), "ascii")
     if blocking and times is None:
         raise UsageError("--blocking is about messages: give --times with message=..., or drop it")
     clock = UNIT_TIMES if times is None else replace(parse_times(times), blocking=blocking)
@@ -129,17 +121,17 @@ def schedule(
     else:
         chosen = _choose(family, csv, numbers, _of_auto(memory, weight_share))
     # A CSV without times needs no clock: a schedule that cannot be timed can still be rewritten.
-    timing = None if times is None and form is Format.CSV else time_schedule(chosen, clock)
+    timing = None if times is None and form == "csv" else time_schedule(chosen, clock)
     asked = timing if times is not None else None
     summary = "" if asked is None else describe_timing(asked)
     if searched is not None:
         summary += describe_search(searched)
 
-    if form is Format.CSV:
+    if form == "csv":
         text = to_csv(chosen)
-    elif form is Format.JSON:
+    elif form == "json":
         text = to_json(chosen, asked)
-    elif form is Format.SVG:
+    elif form == "svg":
         assert timing is not None
         text = draw_schedule(chosen, timing)
     else:
@@ -153,7 +145,7 @@ def schedule(
         with saving(output):
             write_file(output, text)
         typer.echo(summary, nl=False)
-    elif form is Format.ASCII:
+    elif form == "ascii":
         typer.echo(text, nl=False)
     else:
         echo_file(text)
@@ -221,7 +213,6 @@ def _sizes(family: str, numbers: Mapping[str, int | None]) -> tuple[int, int, in
 def _search(
     numbers: Mapping[str, int | None], times: PhaseTimes, memory: float | None, weight_share: float
 ) -> Searched:
-    """The search's result for the options. Raises UsageError for numbers that do not fit."""
     ranks, each, microbatches = _sizes(AUTO, numbers)
     check_count(ranks * each, microbatches)
     if not 0.0 <= weight_share <= 1.0:

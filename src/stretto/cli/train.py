@@ -63,8 +63,7 @@ def train(
 
             if latest_in(settings.checkpoint_dir) is None:
                 raise UsageError(
-                    f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without "
-                    "--resume "
+                    f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without it "
                     "the run starts at its first step"
                 )
         from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
@@ -95,8 +94,8 @@ def make(settings: TrainSettings) -> stretto.Check:
     from stretto.train.job import likely_vocab_size, trained
 
     pieces = settings.parallel.microbatches * settings.parallel.dp
-    of = trained(settings, min(ROWS, settings.training.global_batch // pieces) * pieces)
-    batch = of.batch
+    of = trained(settings)
+    batch = of.train(0, min(ROWS, settings.training.global_batch // pieces) * pieces)
     if settings.task is None:
         # The tokenizer would need the text; any vocabulary will do that the model can be built with.
         generator = torch.Generator().manual_seed(settings.training.seed)

@@ -76,7 +76,12 @@ def tune(
     """Choose pp, tp, dp, ep, microbatches, schedule, recomputation and AMPipe's chunks for a cluster."""
     check_output("--output", output)
     settings = load_settings(config, changes or [])
-    result = _described(cluster)
+    result = read_cluster(cluster)
+    if isinstance(result, str):
+        raise UsageError(
+            "--cluster local: measuring is for one layout, and a tuning compares hundreds: run `stretto "
+            "calibrate` and give its file, or name a cluster, such as h100x64"
+        )
     count = _devices(cluster, result, devices, settings)
     from stretto.train.job import trained
     from stretto.tune.choices import Choices, read_fixed
@@ -118,18 +123,7 @@ def tune(
         raise StrettoError(_nothing(tuned, choices.devices, result))
 
 
-def _described(cluster: str) -> Description:
-    result = read_cluster(cluster)
-    if isinstance(result, str):
-        raise UsageError(
-            "--cluster local: measuring is for one layout, and a tuning compares hundreds: run `stretto "
-            "calibrate` and give its file, or name a cluster, such as h100x64"
-        )
-    return result
-
-
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
-    """How many devices to use."""
     there = found.count if isinstance(found, Hardware) else None
     if asked is None:
         return there or settings.parallel.world
@@ -212,7 +206,6 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
 
 
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
-    """Why there is no plan at all."""
     from stretto.report.grid import format_bytes
 
     if tuned.stopped:

@@ -21,7 +21,6 @@ from stretto.config.model import GPTSettings as GPTSettings
 from stretto.config.model import HuggingFaceSettings as HuggingFaceSettings
 from stretto.config.model import Model as Model
 from stretto.config.model import MoESettings as MoESettings
-from stretto.config.parallel import RECOMPUTE as RECOMPUTE
 from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
@@ -216,7 +215,11 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
     each = parallel.virtual_stages if isinstance(parallel.virtual_stages, int) else 1
-    stages = parallel.stages or parallel.pp * each
+    stages, made = parallel.stages or parallel.pp * each, f"parallel.pp = {parallel.pp}"
+    if parallel.stages is not None:
+        made = f"parallel.stages = {stages}"
+    elif each > 1:
+        made += f" times parallel.virtual_stages = {each}"
     if settings.task is not None:
         # What of the model fits its layout, its capture says.
         longest, what, layers, heads = length, "", stages, parallel.tp
@@ -238,19 +241,8 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
         (
-            parallel.split == "auto" and parallel.pp > layers,
-            f"parallel.pp = {parallel.pp} must not be above model.layers = {layers}: "
-            "every rank needs a block",
-        ),
-        (
-            parallel.split == "auto" and parallel.stages is not None and layers < parallel.stages,
-            f"parallel.stages = {parallel.stages} must not be above model.layers = {layers}: every "
-            "stage needs a block",
-        ),
-        (
-            parallel.split == "auto" and parallel.stages is None and parallel.pp <= layers < stages,
-            f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
-            f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
+            parallel.split == "auto" and max(stages, parallel.pp) > layers,
+            f"{made} must not be above model.layers = {layers}: every rank and every stage needs a block",
         ),
         (
             training.global_batch % pieces,

@@ -41,8 +41,13 @@ class DecoderSettings(PretrainedSettings):
     positions: Literal["rotary", "learned"] = "rotary"
     """How a position is encoded: by rotating queries and keys, or by a learned vector."""
 
+    @property
+    def mlp_hidden(self) -> int:
+        """Width of the MLP."""
+        return round(self.hidden * self.mlp_ratio)
+
     @model_validator(mode="after")
-    def _heads_fit(self) -> DecoderSettings:
+    def _sizes_fit(self) -> DecoderSettings:
         if self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
         if self.positions == "rotary" and (self.hidden // self.heads) % 2:
@@ -50,11 +55,7 @@ class DecoderSettings(PretrainedSettings):
                 f"hidden / heads = {self.hidden // self.heads} must be even for positions = 'rotary'; "
                 "change heads, or use positions = 'learned'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mlp_fits(self) -> DecoderSettings:
-        if round(self.hidden * self.mlp_ratio) < 1:
+        if self.mlp_hidden < 1:
             raise ValueError(
                 f"mlp_ratio = {self.mlp_ratio} of hidden = {self.hidden} makes an MLP of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
@@ -93,11 +94,21 @@ class MoESettings(DecoderSettings):
     z_weight: float = Field(default=0.001, ge=0)
     """Weight of the loss that keeps routers' scores small."""
 
+    @field_validator("capacity_factor", mode="before")
+    @classmethod
+    def _none_is_dropless(cls, given: Any) -> Any:
+        return 0.0 if given is None else given
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of an expert."""
+        return round(self.hidden * self.expert_ratio)
+
     @model_validator(mode="after")
     def _experts_fit(self) -> MoESettings:
         if self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k} must not be above experts = {self.experts}")
-        if round(self.hidden * self.expert_ratio) < 1:
+        if self.expert_hidden < 1:
             raise ValueError(
                 f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
@@ -134,7 +145,6 @@ class HuggingFaceSettings(PretrainedSettings):
 
 
 def _with_kind(given: Any) -> Any:
-    """A model without a kind is of the default one."""
     return {"kind": GPTSettings.model_fields["kind"].default, **given} if isinstance(given, dict) else given
 
 

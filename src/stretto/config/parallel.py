@@ -3,69 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, InstanceOf, field_validator, model_validator
 
 from stretto.config.stage_text import read_stages
-from stretto.errors import meant
 from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own
 
-RECOMPUTE = ("none", "selective", "full", "gathers")
-"""Words for what the backward computes again; a number is a limit of memory."""
+Count = Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_STAGES)]
+"""A number, or what the planner chooses."""
 
-
-def _recompute(given: Any) -> str | int:
-    """A word, or a limit: one message for both."""
-    if given in RECOMPUTE and isinstance(given, str):
-        return str(given)
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    words = ", ".join(repr(word) for word in RECOMPUTE)
-    raise ValueError(
-        f"{given!r} is neither {words} nor a number of bytes that a rank may keep"
-        + meant(given, RECOMPUTE, "; {}")
-    )
-
-
-def _count_or_auto(what: str, *, open_: bool = False) -> PlainValidator:
-    """What the planner may choose: one message for a number and the word. open_: whether None leaves it
-    open."""
-
-    def check(given: Any) -> int | Literal["auto"] | None:
-        if given == "auto" or (open_ and given is None):
-            return given  # type: ignore[no-any-return]
-        if isinstance(given, int) and not isinstance(given, bool) and 0 < given <= MOST_STAGES:
-            return given
-        raise ValueError(f"{given!r} is neither 'auto' nor a number of {what} from 1 to {MOST_STAGES:,}")
-
-    return PlainValidator(check)
-
-
-def _split(given: Any) -> str | list[str]:
-    """A word, names, or a text of stages: one message for all."""
-    if given == "auto" or (isinstance(given, list) and all(isinstance(name, str) for name in given)):
-        return given  # type: ignore[no-any-return]
-    if not isinstance(given, str):
-        raise ValueError(
-            f"{given!r} is neither 'auto', nor a list of the modules that begin stages, nor a text of stages "
-            "such as 'embedding|layer*3|layer*3|loss'"
-        )
-    try:
-        read_stages(given)
-    except ValueError as error:
-        names = "" if "|" in given else f". Modules that begin stages are a list, as in [{given!r}]"
-        raise ValueError(f"{error}{names}") from None
-    return given
-
-
-def _schedule(given: Any) -> str | Schedule:
-    if isinstance(given, Schedule) or (isinstance(given, str) and given):
-        return given
-    raise ValueError(f"{given!r} is neither a schedule's name, nor the path of a .csv, nor a Schedule")
+SENT = "what expert-parallel ranks send each other"
+SHARED = "the work of tensor-parallel ranks"
+IDLE = {
+    "ep_plan": ("modules of experts", ("ep", "ampipe_degree")),
+    **dict.fromkeys(("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"), (SENT, ("ep",))),
+    "ampipe_capacity": ("chunks of the sequence", ("ampipe_degree",)),
+    **dict.fromkeys(("sequence_parallel", "tp_plan"), (SHARED, ("tp",))),
+}
+"""Keys -> what they are about, and the keys of which one is above 1 where they do anything."""
 
 
 class ParallelSettings(Settings):
@@ -87,7 +46,7 @@ class ParallelSettings(Settings):
     ep_overflow: Literal["error", "drop"] = "error"
     """What becomes of rows beyond `ep_buffer`: the step fails and says what it needs, or they are dropped,
     as an evaluation does either way."""
-    ampipe_degree: Annotated[int | Literal["auto"], _count_or_auto("chunks")] = 1
+    ampipe_degree: Count = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
     is predicted to be the fastest."""
@@ -117,20 +76,20 @@ class ParallelSettings(Settings):
     a ring where a step computes more than 1,000 flops for each byte of its message, else "gathered"."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
-    schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"
+    schedule: Annotated[str, Field(min_length=1)] | InstanceOf[Schedule] = "eager-1f1b"
     """A family of schedules, the path of a .csv in PyTorch's format (in code also a Schedule), or "auto" for
     the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
     stages: int | None = Field(default=None, ge=1, le=MOST_STAGES)
     """Stages of the model in all; without it those of `split` or of a Schedule, or `pp` times
     `virtual_stages`. Ranks may have unequally many with schedule = "auto", or your own."""
-    virtual_stages: Annotated[int | Literal["auto"] | None, _count_or_auto("stages", open_=True)] = None
+    virtual_stages: Count | None = None
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones. "auto", with schedule = "auto": the step is captured with 1, 2 and 4 of them, as far as
     the model has layers for that, and the fastest plan is taken."""
     microbatch_group: int | None = Field(default=None, ge=1)
     """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
     without it, as many as there are pipeline ranks, or a few more where they do not divide."""
-    split: Annotated[str | list[str], PlainValidator(_split)] = "auto"
+    split: str | list[str] = "auto"
     """Where the model is cut: "auto"; the modules that begin a new stage, such as ["blocks.4"]; or a text of
     what each stage has, such as "embedding|layer*3|layer*3|loss" or Megatron's "Et*3|t*3|L"
     (`docs/schedules.md`)."""
@@ -144,7 +103,7 @@ class ParallelSettings(Settings):
     faster. Parts may be rounded otherwise than the full product."""
     skip_passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of passes over the captured graph to leave out (`stretto.passes`), to find what one does."""
-    recompute: Annotated[str | int, PlainValidator(_recompute)] = "none"
+    recompute: Literal["none", "selective", "full", "gathers"] | Annotated[int, Field(gt=0)] = "none"
     """What the backward computes again instead of keeping it: "none", "selective" (what is cheap for the
     memory that it saves), "full" (all but the inputs of the model's blocks), "gathers" (what sequence
     parallelism gathers), or the most bytes that a rank may keep, for which the planner chooses."""
@@ -179,8 +138,15 @@ class ParallelSettings(Settings):
         sizes = (("dp", self.dp // self.ep), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
 
+    @field_validator("split")
+    @classmethod
+    def _is_read(cls, given: str | list[str]) -> str | list[str]:
+        if isinstance(given, str) and given != "auto":
+            read_stages(given)
+        return given
+
     @model_validator(mode="after")
-    def _counts_fit(self) -> ParallelSettings:
+    def _axes_fit(self) -> ParallelSettings:
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
         for what, count, most in (
@@ -189,37 +155,18 @@ class ParallelSettings(Settings):
         ):
             if count > most:
                 raise ValueError(f"{what}: {count:,} are more than {most:,}; give less of one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _axes_fit(self) -> ParallelSettings:
         if self.dp % self.ep:
             raise ValueError(
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
             )
-        if self.cp > 1 and self.ampipe_degree != 1:
-            raise ValueError(
-                f"ampipe_degree = {self.ampipe_degree!r} does not go with cp = {self.cp} yet: drop one"
-            )
-        if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
-            what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
-            raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
-        sent, uncut = "what expert-parallel ranks send each other", self.ampipe_degree == 1
-        for key, idle, what, wanted in (
-            ("ep_plan", self.ep == 1 and uncut, "modules of experts", "ep"),
-            ("ep_buffer", self.ep == 1, sent, "ep"),
-            ("ep_overflow", self.ep == 1, sent, "ep"),
-            ("ampipe_capacity", uncut, "chunks of the sequence", "ampipe_degree"),
-        ):
+        for key, (what, wanted) in IDLE.items():
             given = getattr(self, key)
+            idle = all(getattr(self, one) == 1 for one in wanted)
             if idle and given != type(self).model_fields[key].default:
-                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted} = 2 or more, or drop it")
-        if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
-            what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
-            raise ValueError(
-                f"{what} shares the work of tensor-parallel ranks; give tp = 2 or more, or drop it"
-            )
+                raise ValueError(
+                    f"{key} = {given!r} is about {what}; give {wanted[0]} = 2 or more, or drop it"
+                )
         return self
 
     @model_validator(mode="after")

@@ -21,18 +21,17 @@ BUILT_IN = {"stretto-gpt": "gpt", "stretto-moe": "moe"}
 CONFIG = "config.json"
 FREE = frozenset({"dropout", "capacity_factor", "aux_weight", "z_weight"})
 """Settings of own models that may differ from those that weights were trained with."""
-NOT_OF_THE_MODEL = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "model_type",
-        "torch_dtype",
-        "transformers_version",
-    ]
-)
-"""Keys of a config.json that its settings have otherwise, or that say how it was written."""
+NOT_OF_THE_MODEL = {
+    **dict.fromkeys(
+        ("name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
+        "give model.pretrained, which brings its weights too",
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), "give precision, at the top of the settings"),
+    **dict.fromkeys(("architectures", "model_type"), "give model.architecture"),
+    **dict.fromkeys(("auto_map", "transformers_version"), "it says how a file was written"),
+    "quantization_config": "weights are not quantised",
+}
+"""Keys of a configuration that change nothing of a model that is made from it -> what to do."""
 WRITTEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 """Keys that are written down even where they are the class's defaults, because settings have others."""
 
@@ -89,8 +88,6 @@ def _own(folder: Path, name: str) -> dict[str, Any]:
     """The settings of a model that `stretto export` wrote."""
     data = dict(_read(folder))
     data.pop("model_type")
-    if "capacity_factor" in data:
-        data["capacity_factor"] = data["capacity_factor"] or 0.0  # None is dropless
     unknown = [
         key for key in GPTSettings.model_fields if key not in data and key not in ("kind", "pretrained")
     ]
@@ -154,7 +151,7 @@ def settings_of(source: str, what: str) -> dict[str, Any]:
         **{key: getattr(config, key) for key in WRITTEN if hasattr(config, key)},
     }
     strange = unknown_keys(kind, values)  # of the author's, or of older versions; they change nothing
-    dropped = NOT_OF_THE_MODEL | set(strange)
+    dropped = {*NOT_OF_THE_MODEL, *strange}
     if not isinstance(values.get("vocab_size"), int):
         raise UsageError(f"{what}: its configuration has no vocab_size: it is no model of text alone")
     return {

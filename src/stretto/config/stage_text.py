@@ -80,7 +80,8 @@ def read_stages(text: str) -> Stages:
         stages = Stages(tuple(tuple(group.split()) for group in items.split("|")))
         _check(stages)
     except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from None
+        names = "" if "|" in text else f". Modules that begin stages are a list, as in [{text!r}]"
+        raise ValueError(f"{text!r}: {error}{names}") from None
     except RecursionError:
         raise ValueError("a text of stages has too many parentheses within each other") from None
     return stages

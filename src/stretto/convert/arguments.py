@@ -36,27 +36,16 @@ class Given:
     value: Value
 
 
-@dataclass(slots=True)
-class ReadFlags:
-    """by_name: flags that count, the last of each. replaced: those before it. unknown: written, and the
-    nearest known name. stray: words that belong to no flag. faults: values that are none."""
-
-    by_name: dict[str, Given] = field(default_factory=dict)
-    replaced: list[Given] = field(default_factory=list)
-    unknown: list[tuple[str, str | None]] = field(default_factory=list)
-    stray: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-
-def read_arguments(words: Sequence[str]) -> ReadFlags:
-    """Every word finds its place; nothing is raised."""
-    flags = ReadFlags()
+def read_arguments(words: Sequence[str]) -> Tally:
+    """Every word finds its place; nothing is raised. Of a flag the last counts."""
+    given: dict[str, Given] = {}
+    tally = Tally(given)
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not _is_flag(word):
-            flags.stray.append(word)
+            tally.others.append((word, "unknown", "the word belongs to no flag"))
             continue
         name, equals, value = word.partition("=")
         end = at
@@ -67,18 +56,21 @@ def read_arguments(words: Sequence[str]) -> ReadFlags:
         if row is None:
             at = at if equals else end
             near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
-            flags.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
+            what = f"the nearest known is {near[0]}" if near else "no known flag is near"
+            tally.others.append((_written(name, behind, bool(equals)), "unknown", what))
             continue
-        taken = behind if equals else behind[: _most(row)]
+        most = {"nothing": 0, "many": len(behind)}.get(str(row.takes), 1)
+        taken = behind if equals else behind[:most]
         at += 0 if equals else len(taken)
-        given, fault = _read(row, name, taken, bool(equals))
+        read, fault = _read(row, name, taken, bool(equals))
         if fault is not None:
-            flags.faults.append(fault)
-        elif given is not None:
-            if row.name in flags.by_name:
-                flags.replaced.append(flags.by_name.pop(row.name))
-            flags.by_name[row.name] = given
-    return flags
+            tally.refused.append(fault)
+        elif read is not None:
+            if row.name in given:
+                again = given.pop(row.name).written
+                tally.others.append((again, "not needed", "the flag is given again"))
+            given[row.name] = read
+    return tally
 
 
 def _is_flag(word: str) -> bool:
@@ -93,10 +85,6 @@ def _number(word: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _most(row: Flag) -> int:
-    return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
 
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
@@ -139,7 +127,7 @@ class Tally:
     """values: by dotted key. culprits: the flags of each key, as written. made_of: the same as a text; of a
     key that no flag made, why it is there. fates: of each flag that was decided, and what is said of it.
     absent: what Megatron does where a flag is not given, and Stretto cannot. refused: why nothing can be
-    written."""
+    written. others: what else was written, with what became of it, and why."""
 
     given: Mapping[str, Given]
     values: dict[str, Any] = field(default_factory=dict)
@@ -148,6 +136,7 @@ class Tally:
     fates: dict[str, tuple[Fate, str]] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    others: list[tuple[str, str, str]] = field(default_factory=list)
 
     def is_given(self, name: str) -> bool:
         """Whether a flag is given and does something."""

@@ -39,7 +39,7 @@ def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | N
     if not tally.is_given("--num-experts"):
         return None
     width = tally.get("--moe-ffn-hidden-size")
-    dense = _dense(tally, max(tally.get("--num-layers") or 1, 1))
+    dense = _dense(tally, tally.need("--num-layers"))
     return ExpertFlags(
         tally.need("--num-experts"),
         tally.need("--moe-router-topk"),

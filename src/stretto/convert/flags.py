@@ -18,7 +18,7 @@ is not taken, the value with which it does nothing; then `->` and keys of settin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Fate = Literal["taken", "not needed", "lacking", "refused"]
@@ -29,8 +29,8 @@ Value = bool | int | float | str | list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A row. default: the value without the flag. needs: it does nothing without that flag. idle: the
-    value with which it does nothing."""
+    """A row. default: the value without the flag; with it, one that is not taken does nothing. needs: it does
+    nothing without that flag."""
 
     name: str
     takes: Takes
@@ -39,7 +39,6 @@ class Flag:
     keys: tuple[str, ...] = ()
     default: Value = None
     needs: str = ""
-    idle: str | None = None
 
 
 SHORT: dict[str, Takes] = {"": "nothing", "i": "int", "f": "float", "t": "text", "m": "many"}
@@ -58,11 +57,8 @@ def _rows(fate: Fate, text: str) -> tuple[Flag, ...]:
             name, _, rest = one.partition(":")
             letter, _, value = rest.partition("=")
             takes = tuple(letter[1:-1].split("|")) if letter.startswith("(") else SHORT[letter]
-            row = Flag(
-                f"--{name}", takes, fate, why.strip(), tuple(keys.split(",")) if keys else (), needs=needs
-            )
-            default, idle = (_default(takes, value), None) if fate == "taken" else (None, value or None)
-            rows.append(replace(row, default=default, idle=idle))
+            named = tuple(keys.split(",")) if keys else ()
+            rows.append(Flag(f"--{name}", takes, fate, why.strip(), named, _default(takes, value), needs))
     return tuple(rows)
 
 

@@ -202,22 +202,17 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.put("parallel.schedule", "zb-h1" if nano else "1f1b", *nano, why=why)
 
 
-def _layers(tally: Tally) -> int:
-    """All layers; 1 replaces a number that `real_layers` has refused."""
-    return max(tally.get(LAYERS) or 1, 1)
-
-
 def _each(tally: Tally, ranks: int) -> int:
     if tally.is_given(EACH):
         return tally.need(EACH)
     if not tally.is_given(OF_EACH):
         return 1
-    wanted, layers = tally.need(OF_EACH), _layers(tally) + sum(bool(tally.get(name)) for name in COUNTED)
+    wanted, layers = tally.need(OF_EACH), tally.need(LAYERS) + sum(bool(tally.get(name)) for name in COUNTED)
     if layers % (ranks * wanted) == 0:
         return layers // (ranks * wanted)
     fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
-    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(_layers(tally), ranks).text}"'
+    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(tally.need(LAYERS), ranks).text}"'
     tally.refuse(
         OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; append {append}"
     )
@@ -252,7 +247,7 @@ def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[i
     names = next((names for names in named if any(map(tally.is_given, names))), ())
     if not names:
         return
-    layers = _layers(tally)
+    layers = tally.need(LAYERS)
     counts = _of_stages(_of_ranks(tally, names, layers, ranks), each, dual)
     for at, name in ((0, COUNTED[0]), (-1, COUNTED[1])):
         if counts is not None and name in names and tally.get(name):

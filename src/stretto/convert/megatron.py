@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, Given, ReadFlags, Tally, read_arguments
+from stretto.convert.arguments import TABLE, Tally, read_arguments
 from stretto.convert.command import read_command
-from stretto.convert.flags import Fate, Flag
+from stretto.convert.flags import Fate
 from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
 from stretto.convert.training import put_training
@@ -63,19 +63,17 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
     commands = [read_command(text) for text in texts]
     if ranks is None:
         ranks = next((c.ranks for c in reversed(commands) if c.ranks is not None), None)
-    flags = read_arguments([word for command in commands for word in command.words])
-    if not flags.by_name and not flags.faults:
+    tally = read_arguments([word for command in commands for word in command.words])
+    if not tally.given and not tally.refused:
         raise UsageError("there are no flags of Megatron-LM: expected such as --num-layers 12")
-    tally = Tally(flags.by_name)
     _put_all(tally, ranks)
-    constant = _constant(tally)
-    faults = [*flags.faults, *tally.refused]
-    faults += [f"{outcome.flag}: {outcome.what}" for outcome in constant if outcome.fate == "refused"]
+    outcomes = tuple(_outcomes(tally))
+    faults = [*dict.fromkeys(tally.refused)]
+    faults += [f"{outcome.flag}: {outcome.what}" for outcome in outcomes if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
     if faults:
         raise UsageError("\n".join(faults))
-    outcomes = (*_decided(tally), *constant, *_others(flags))
     return Conversion(_text(tally, outcomes), outcomes, tuple(tally.absent))
 
 
@@ -91,47 +89,23 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
                 tally.put(key, value, name)
 
 
-def _constant(tally: Tally) -> list[FlagOutcome]:
-    outcomes = []
+def _outcomes(tally: Tally) -> Iterator[FlagOutcome]:
     for name, given in tally.given.items():
         row = given.row
+        fate, what = row.fate, row.why
         if not tally.is_given(name):
-            outcomes.append(FlagOutcome(given.written, "not needed", f"it does nothing without {row.needs}"))
-        elif row.fate != "taken":
-            idle = _idle(row, given)
-            fate: Fate = "not needed" if idle else row.fate
-            outcomes.append(
-                FlagOutcome(given.written, fate, "with this value it does nothing" if idle else row.why)
-            )
-    return outcomes
-
-
-def _idle(row: Flag, given: Given) -> bool:
-    if row.idle is None:
-        return False
-    return given.value == (float(row.idle) if row.takes in ("int", "float") else row.idle)
-
-
-def _decided(tally: Tally) -> list[FlagOutcome]:
-    return [
-        FlagOutcome(given.written, *tally.fates.get(name, ("not needed", given.row.why)))
-        for name, given in tally.given.items()
-        if given.row.fate == "taken" and tally.is_given(name)
-    ]
-
-
-def _others(flags: ReadFlags) -> list[FlagOutcome]:
-    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in flags.replaced]
-    return again + [
-        FlagOutcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
-        for written, near in flags.unknown
-    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in flags.stray]  # fmt: skip
+            fate, what = "not needed", f"it does nothing without {row.needs}"
+        elif fate == "taken":
+            fate, what = tally.fates.get(name, ("not needed", what))
+        elif given.value == row.default:
+            fate, what = "not needed", "with this value it does nothing"
+        yield FlagOutcome(given.written, fate, what)
+    yield from (FlagOutcome(*other) for other in tally.others)
 
 
 def _faults(tally: Tally) -> list[str]:
-    origin = {key: ", ".join(flags) or tally.made_of[key] for key, flags in tally.culprits.items()}
     worded = []
-    for source, line in faults_of(TrainSettings, nested(tally.values), "", origin):
+    for source, line in faults_of(TrainSettings, nested(tally.values), "", tally.made_of):
         if not source:
             # A fault between settings, which names them.
             words = re.findall(r"\w+", line)

@@ -122,9 +122,8 @@ def _put_own_dropout(tally: Tally) -> None:
         tally.lack(f"one probability for all: that of --hidden-dropout, {hidden:g}", "--attention-dropout")
         if not tally.is_given("--attention-dropout"):
             tally.absent.append(
-                f"without --attention-dropout Megatron drops {attention:g} of it; here that setting is "
-                "that of "
-                f"--hidden-dropout, {hidden:g}"
+                f"without --attention-dropout Megatron drops {attention:g} of it; here --hidden-dropout, "
+                f"{hidden:g}, is for both"
             )
 
 

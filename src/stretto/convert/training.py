@@ -12,19 +12,17 @@ DECAY = ("--lr-decay-iters", "--lr-decay-samples")
 
 def put_training(tally: Tally) -> None:
     """All of the tree but `[model]` and `[parallel]`."""
-    _put_precision(tally)
-    tally.need("--seq-length")
-    steps = _put_steps(tally)
-    _put_rates(tally, steps)
-    _put_optimizer(tally)
-    _put_evaluation(tally)
-    _put_saving(tally)
-
-
-def _put_precision(tally: Tally) -> None:
     if tally.get("--bf16") or tally.get("--fp16"):
         tally.put("precision", "bf16", "--bf16", why='--fp16, in place of which Stretto has "bf16"')
     tally.lack('precision = "bf16" takes its place, which needs no scaled loss', "--fp16")
+    tally.need("--seq-length")
+    _put_rates(tally, _put_steps(tally))
+    if tally.get("--optimizer") != "adam":
+        tally.refuse("--optimizer", "Stretto's optimizer is AdamW; append --optimizer adam and its rates")
+    betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
+    tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
+    _put_evaluation(tally)
+    _put_saving(tally)
 
 
 def _put_steps(tally: Tally) -> int:
@@ -71,14 +69,6 @@ def _put_warmup(tally: Tally, over: int, batch: int) -> None:
         tally.put("lr_schedule.warmup_steps", math.ceil(samples / batch), WARMUP[2])
     else:
         tally.put("lr_schedule.warmup_steps", steps, WARMUP[1])
-
-
-def _put_optimizer(tally: Tally) -> None:
-    kind = tally.get("--optimizer")
-    if kind != "adam":
-        tally.refuse("--optimizer", "Stretto's optimizer is AdamW; append --optimizer adam and its rates")
-    betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
-    tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
 
 
 def _put_evaluation(tally: Tally) -> None:

@@ -158,6 +158,15 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise UsageError(f"{path}: is not TOML: {error}") from None
 
 
+def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(`training.steps`, value) for each value in a tree."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def edited(text: str, changes: Mapping[str, Any]) -> str:
     """The text of a TOML file with other values; all else stays as it was written, comments too. changes:
     dotted key -> value, None to take it out. What is not there comes at the end of its table, and that at the

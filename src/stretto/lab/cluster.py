@@ -98,10 +98,11 @@ class Lab:
         self._stack.close()
 
     def _build(self, owner: LabOwner) -> None:
-        if self.cpus is not None and self._controller is None:
-            raise StrettoError(f"--cpus {self.cpus:g}: {quota.NO_QUOTA}")
-        if self._controller is not None:
-            self._groups = self._make_groups(owner, self._controller)
+        if self.cpus is not None:
+            if self._controller is None:
+                raise StrettoError(f"--cpus {self.cpus:g}: {quota.NO_QUOTA}")
+            for host in range(self.hosts):
+                self._groups.append(quota.make_group(self._controller, owner.host(host), self.cpus))
         network.build(owner, self.hosts)
         try:
             network.shape(owner, self.hosts, self._rate_bits_per_s, self.delay_ms)
@@ -112,20 +113,6 @@ class Lab:
                     f"leave --delay out, or `modprobe sch_netem` (package linux-modules-extra)\n  {error}"
                 ) from error
             raise StrettoError(f"load the kernel module sch_tbf (`modprobe sch_tbf`): {error}") from error
-
-    def _make_groups(self, owner: LabOwner, controller: quota.CpuController) -> list[Path]:
-        """A control group for each host. Without a limit they are no more than a nicety: none if refused."""
-        made: list[Path] = []
-        try:
-            for host in range(self.hosts):
-                made.append(quota.make_group(controller, owner.host(host), self.cpus))
-        except StrettoError:
-            if self.cpus is not None:
-                raise
-            for file in made:
-                quota.remove_group(file.parent)
-            return []
-        return made
 
     def close(self) -> None:
         """End every process of the lab and remove its namespaces and groups; to call it twice is harmless."""

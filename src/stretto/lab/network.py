@@ -157,11 +157,8 @@ def parse_rate(text: str) -> int | None:
     match = _RATE.match(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        hint = ""
-        if match is not None and match[2].lower().endswith("bps"):
-            hint = "; tc reads bps as bytes per second, which is why the lab takes bits only"
         raise UsageError(
-            f"--rate {text!r}: expected a number and kbit, mbit or gbit (100mbit), or `unlimited`{hint}"
+            f"--rate {text!r}: expected a number and kbit, mbit or gbit (100mbit), or `unlimited`"
         )
     rate_bits_per_s = round(float(match[1]) * unit)
     if rate_bits_per_s < 1000:

@@ -1,4 +1,5 @@
-"""Processors: one control group for each host, by the `cpu` controller of version 1 or 2; ends of processes.
+"""Processors: one control group for each host with a limit, by the `cpu` controller of version 1 or 2; and
+the ends of processes.
 
 A host with `cpus=0.5` may run for 5 ms in each period of 10 ms. The kernel's default period of 100 ms would
 stop a process for up to 50 ms at a time, longer than many a collective takes. What dead labs left is removed:
@@ -45,16 +46,14 @@ def find_controller() -> CpuController | None:
     return CpuController(MOUNTS, 2) if "cpu" in _words(MOUNTS / "cgroup.controllers") else None
 
 
-def make_group(controller: CpuController, name: str, cpus: float | None) -> Path:
-    """Make a group limited to `cpus` processors (None: no limit); returns the file that takes process ids.
-    Raises StrettoError when the kernel refuses."""
+def make_group(controller: CpuController, name: str, cpus: float) -> Path:
+    """Make a group limited to `cpus` processors; returns the file that takes process ids. Raises StrettoError
+    when the kernel refuses."""
     group = controller.root / name
     try:
         if controller.version == 2 and "cpu" not in _words(controller.root / "cgroup.subtree_control"):
             (controller.root / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
-        if cpus is None:
-            return group / "cgroup.procs"
         quota_us = round(cpus * PERIOD_US)
         if controller.version == 2:
             (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")

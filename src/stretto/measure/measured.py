@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 
@@ -26,7 +26,7 @@ from stretto.files.kept import Kept
 from stretto.files.say import Say, silent
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
-from stretto.ir.costs import NO_LINK, Costs, Link, Processor
+from stretto.ir.costs import NO_LINK, Costs, Link
 from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job
@@ -41,16 +41,8 @@ from stretto.price.devices import named_peak
 from stretto.price.shared import ACTION_US, wanted_collectives
 from stretto.processor.quota import agreed_quota
 
-
-@dataclass(frozen=True, slots=True)
-class _Communication:
-    """What messages and collectives cost. link: of pairs that `links` does not name."""
-
-    links: Mapping[tuple[int, int], Link]
-    link: Link
-    collectives: Mapping[tuple[str, str], Measured]
-    shared: tuple[str, ...] = ()
-    processor: Processor | None = None
+_Communication = tuple[Costs, Mapping[tuple[str, str], Measured]]
+"""What messages and collectives cost, without ops; and the collectives as they were measured."""
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
@@ -113,7 +105,7 @@ def _measured(
     say("measuring ops once more")
     mine = profile(job, device, stages, mine)
     source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-    costs = _costs(job, _merged(gather_all(dict(mine.op_us))), communicates, source)
+    costs = _costs(job, merged(gather_all(dict(mine.op_us))), communicates, source)
     by_clock, by_thread = (
         skew_of(gather_all(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
         for name in ("shares", "thread_shares")
@@ -124,10 +116,18 @@ def _measured(
 def _between_processes(jobs: Sequence[Job], pipelined: bool, say: Say) -> _Communication:
     wanted = wanted_collectives(*jobs)
     if not wanted and not pipelined:
-        return _Communication({}, NO_LINK, {})
+        return _sent({}, NO_LINK, {})
     say("measuring communication between processes")
     probed, collectives = measure_between(Mesh(jobs[0].axes), wanted, link=pipelined)
-    return _Communication({}, NO_LINK if probed is None else probed.link, collectives)
+    return _sent({}, NO_LINK if probed is None else probed.link, collectives)
+
+
+def _sent(
+    links: Mapping[tuple[int, int], Link], link: Link, measured: Mapping[tuple[str, str], Measured]
+) -> _Communication:
+    """link: of pairs that `links` does not name. An axis' communicator has the axis' name."""
+    collectives = {key: one.cost for key, one in measured.items()}
+    return Costs({}, links, link, ACTION_US, "", collectives), measured
 
 
 def _between_ranks(
@@ -144,13 +144,10 @@ def _between_ranks(
         for pair, one in some.items():
             links[pair].append(one.link)
     typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
-    return _Communication(
-        typical,
-        next(iter(typical.values()), NO_LINK),
-        measure_collectives(mesh, wanted_collectives(*jobs), device, say),
-        shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE]),
-        agreed_quota(device),
-    )
+    measured = measure_collectives(mesh, wanted_collectives(*jobs), device, say)
+    costs, _ = _sent(typical, next(iter(typical.values()), NO_LINK), measured)
+    shared = shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE])
+    return replace(costs, shared=shared, processor=agreed_quota(device)), measured
 
 
 def device_of(job: Job) -> torch.device:
@@ -179,23 +176,13 @@ def _costs(
     job: Job, op_us: Mapping[tuple[int, str], float], communication: _Communication, source: str
 ) -> Costs:
     """With what the transport's calls take added to every op that starts a collective or waits."""
+    costs, measured = communication
     times = dict(op_us)
-    measured = communication.collectives
     for key, us in calls_us(job, {name: one.calls for name, one in measured.items()}).items():
         if key in times:
             times[key] += us
-    # An axis' communicator has the axis' name.
-    return Costs(
-        times,
-        communication.links,
-        communication.link,
-        ACTION_US,
-        source,
-        {key: one.cost for key, one in measured.items()},
-        communication.shared,
-        processor=communication.processor,
-        peak=named_peak(job, device_name(device_of(job))),
-    )
+    peak = named_peak(job, device_name(device_of(job)))
+    return replace(costs, op_us=times, source=source, peak=peak)
 
 
 def with_skew(costs: Costs, by_clock: float, by_thread: float) -> Costs:
@@ -253,8 +240,8 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
     return slowest_us / mean_us - 1.0 if mean_us else 0.0
 
 
-def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    """The median of what ranks of one pipeline rank found for each op."""
+def merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
+    """The median of what ranks of one pipeline rank found for each op: all must plan with equal costs."""
     result: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
         for key, us in table.items():

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
-from stretto.config.pretrained import transformers_for, unknown_keys
+from stretto.config.pretrained import NOT_OF_THE_MODEL, transformers_for, unknown_keys
 from stretto.errors import UsageError, meant
 from stretto.models.gpt import (
     GPT,
@@ -32,21 +32,6 @@ from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-
-NOT_OF_A_CONFIG = {
-    "name_or_path": "give model.pretrained, which brings its weights too",
-    "dtype": "give precision, at the top of the settings",
-    "quantization_config": "weights are not quantised",
-    "architectures": "give model.architecture",
-    "model_type": "give model.architecture",
-}
-"""Keys that every configuration class of `transformers` takes, and that change nothing of a model that is
-made from it -> what to do."""
-SAME = {
-    "_name_or_path": "name_or_path",
-    "pretrained_model_name_or_path": "name_or_path",
-    "torch_dtype": "dtype",
-}
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.text` numbers it; architectures' own numbers for the
@@ -68,8 +53,8 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         )
     sizes = settings.model_dump(exclude={"kind", "vocab_size", "pretrained"})
     if isinstance(settings, GPTSettings):
-        return GPT(GPTConfig(rows, **sizes), seed)
-    return MoEGPT(MoEConfig(rows, **sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
+        return GPT(GPTConfig(vocab_size=rows, **sizes), seed)
+    return MoEGPT(MoEConfig(vocab_size=rows, **sizes), seed)
 
 
 def counted_loss_function(settings: ModelSettings) -> Loss:
@@ -123,7 +108,7 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
         )
     faults = []
     for key in settings.config:
-        if (advice := NOT_OF_A_CONFIG.get(SAME.get(key, key))) is not None:
+        if (advice := NOT_OF_THE_MODEL.get(key)) is not None:
             faults.append(f"model.config.{key} changes nothing of the model: {advice}")
     for key in unknown_keys(kind, settings.config):
         near = meant(key, vars(config_class()), "; {}")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.config import DecoderSettings
 from stretto.errors import UsageError
 
 INIT_STD = 0.02
@@ -30,30 +30,10 @@ ROTARY_BASE = 10_000.0
 """Ratio of the longest to the shortest rotary wavelength (Su et al., 2021)."""
 
 
-@dataclass(frozen=True, slots=True)
-class GPTConfig:
-    """The shape of a GPT. `hidden` is a multiple of `heads`; rotary positions need an even quotient."""
+class GPTConfig(DecoderSettings):
+    """The shape of a GPT: as in settings, with the rows of its embedding."""
 
     vocab_size: int
-    layers: int
-    hidden: int
-    heads: int
-    context: int
-    mlp_ratio: float = 4.0
-    dropout: float = 0.0
-    tie_embeddings: bool = False
-    positions: Literal["rotary", "learned"] = "rotary"
-
-    def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}")
-        if self.positions == "rotary" and (self.hidden // self.heads) % 2:
-            raise ValueError(f"rotary positions need hidden / heads = {self.hidden // self.heads} to be even")
-
-    @property
-    def mlp_hidden(self) -> int:
-        """Width of the MLP."""
-        return round(self.hidden * self.mlp_ratio)
 
 
 def rotate(x_BHSK: Tensor) -> Tensor:

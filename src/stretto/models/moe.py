@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.backend.grouped_adapter import grouped_mm
+from stretto.config import MoESettings
 from stretto.models.dispatch import counts_of, dropless, within_capacity
 from stretto.models.gpt import (
     GPT,
@@ -37,33 +37,13 @@ EP_PLAN = {"blocks.*.mlp.experts": "experts"}
 """The modules whose parameters have one expert a row, which expert-parallel ranks share."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoEConfig(GPTConfig):
-    """The shape of a GPT with experts.
+class MoEConfig(GPTConfig, MoESettings):
+    """The shape of a GPT with experts, likewise."""
 
-    top_k: experts of a token. capacity_factor: see the module; None is dropless. expert_ratio: width of an
-    expert over `hidden`. shared_experts: experts that every token goes to, as one MLP of their joint width.
-    dense_every: one block in so many keeps a plain MLP, the first first; 0 for none. aux_weight, z_weight:
-    of the balancing loss (Switch Transformers) and of the routers' z loss (ST-MoE, arXiv 2202.08906).
-    """
-
-    experts: int = 8
-    top_k: int = 2
-    capacity_factor: float | None = 1.25
-    expert_ratio: float = 4.0
-    shared_experts: int = 0
-    dense_every: int = 0
-    aux_weight: float = 0.01
-    z_weight: float = 0.001
-
-    @property
-    def expert_hidden(self) -> int:
-        """Width of an expert."""
-        return round(self.hidden * self.expert_ratio)
+    kind: Literal["moe"] = "moe"
 
     def capacity(self, tokens: int) -> int:
         """Rows that an expert takes of a microbatch of so many tokens."""
-        assert self.capacity_factor is not None
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
 
     def dense(self, block: int) -> bool:
@@ -124,7 +104,7 @@ class Experts(nn.Module):
 
     def slots(self, tokens: int) -> int | None:
         """Slots of an expert for so many tokens; None where all are served."""
-        return None if self.config.capacity_factor is None else self.config.capacity(tokens)
+        return self.config.capacity(tokens) if self.config.capacity_factor else None
 
     def of_slots(self, x_ECD: Tensor, at: slice = slice(None)) -> Tensor:
         """`dispatch.OfSlots`; at: of which experts."""

@@ -44,7 +44,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 NEEDED = (
     "model*.safetensors",
-    "model.safetensors.index.json",
     "*.json",
     "tokenizer*",
     "*.model",

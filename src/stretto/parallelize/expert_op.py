@@ -77,27 +77,22 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tens
 
 
 @contextmanager
-def as_one_op(
-    model: nn.Module, names: Sequence[str], refused: Callable[[nn.Module], Exception] | None
-) -> Iterator[None]:
-    """While the context lasts, these modules are one op each. A call of other arguments raises what `refused`
-    says; without it, the module's own code is called."""
+def as_one_op(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """While the context lasts, these modules are one op each. A call of other arguments runs the module's own
+    code."""
     modules = dict(model.named_modules(remove_duplicate=False))
     with ExitStack() as undo:
         for name in dict.fromkeys(names):
-            module = modules[name]
-            undo.callback(put_forward(module, _forward(module, refused)))
+            undo.callback(put_forward(modules[name], _forward(modules[name])))
         yield
 
 
-def _forward(module: nn.Module, refused: Callable[[nn.Module], Exception] | None) -> Callable[..., Any]:
+def _forward(module: nn.Module) -> Callable[..., Any]:
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = _given(args, kwargs)
         if given is None:
-            if refused is not None:
-                raise refused(module)
             return own(*args, **kwargs)
         each = getattr(module, "slots", lambda tokens: None)(1) is None
         parameters = [p for _, p in module.named_parameters()]

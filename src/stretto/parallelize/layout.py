@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Shard
-from stretto.parallelize.expert_op import as_one_op
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
@@ -50,30 +48,15 @@ class Layout:
     def shards(self) -> dict[str, tuple[Shard, ...]]:
         """Parameter name -> how it is sharded, over one axis or several."""
         result: dict[str, tuple[Shard, ...]] = {}
-        for how in self._spread:
-            for name, shard in how.shards.items():
+        for how in (self.experts, self.tensor):
+            for name, shard in () if how is None else how.shards.items():
                 result[name] = (*result.get(name, ()), shard)
         return result
 
     @property
-    def _spread(self) -> tuple[TensorParallel | ExpertParallel, ...]:
-        return tuple(how for how in (self.experts, self.tensor) if how is not None)
-
-    def part_shapes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """id of a parameter that is sharded -> the shape of a rank's part."""
-        result: dict[int, tuple[int, ...]] = {}
-        for how in self._spread:
-            result |= {  # a tie has several names, and is sharded once
-                id(p): local_shape(result.get(id(p), p.shape), how.shards[name], how.size)
-                for name, p in model.named_parameters(remove_duplicate=False)
-                if name in how.shards
-            }
-        return result
-
-    @property
     def traced(self) -> Layout:
-        """What the model is traced with: parts of experts, which are one op."""
-        return replace(self, tensor=None)
+        """What the model is traced with."""
+        return Layout(mixtures=self.mixtures)
 
     def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
         """The same with other shards over tensor-parallel ranks."""
@@ -85,12 +68,15 @@ class Layout:
         finds no room in `ep_buffer` is dropped, and can be seen."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, fails=False))
 
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """While the context lasts, modules of experts are one op each. Their parameters must already be
-        parts."""
-        with as_one_op(model, self.mixtures, None if self.experts is None else other_arguments):
-            yield
+
+def part_shapes(model: nn.Module, how: TensorParallel | ExpertParallel | None) -> dict[int, tuple[int, ...]]:
+    """id of a parameter that is sharded -> the shape of a rank's part."""
+    shards = {} if how is None else how.shards
+    return {
+        id(p): local_shape(p.shape, shards[name], how.size)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if how is not None and name in shards
+    }
 
 
 def layout_of(

@@ -31,7 +31,8 @@ MOST = 0.5
 
 def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
     """Less to communicate for the same compute."""
-    if plan is not None and _in_float32(name, plan):
+    # Gradients are reduced in the parameters' own dtype.
+    if plan is not None and name != DP.name and _in_float32(plan):
         yield 'precision = "bf16", which halves its bytes'
     size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(name)
     now = f" (now {size})" if size else ""
@@ -117,30 +118,11 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
 
 
 def _now(plan: Plan | None) -> str:
-    """How many microbatches there are."""
     return "" if plan is None else f" (now {plan.job.microbatches})"
 
 
-def _in_float32(name: str, plan: Plan) -> bool:
-    """Whether most of what the axis carries is in float32, which `precision = "bf16"` would halve: gradients
-    of parameters are reduced in the parameters' own dtype, and in a job of that precision what is left in
-    float32, as the reduction of a loss, stays."""
-    if name == DP.name or plan.job.param_dtype is not None:
-        return False
-    if name == PP.name:
-        carried = [edge.spec for edge in plan.job.edges]
-    else:
-        carried = [
-            made
-            for stage in plan.job.stages
-            for ops in stage.ops.values()
-            for op in ops
-            if op.collective is not None and op.collective.axis == name
-            for made in op.outputs
-            if made is not None
-        ]
-    wide_bytes = sum(one.nbytes for one in carried if one.dtype == "float32")
-    return 2 * wide_bytes > sum(one.nbytes for one in carried)
+def _in_float32(plan: Plan) -> bool:
+    return plan.job.param_dtype is None and any(p.spec.dtype == "float32" for p in plan.job.parameters)
 
 
 def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
@@ -169,7 +151,11 @@ def _name(axis: str, kind: str) -> str:
 
 def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, Iterable[str]]:
     """The reason in words; and what would help against it, one thing after another."""
-    axis, exposed_us, compute_us = traffic.axis, traffic.exposed_us, _compute_us(timeline)
+    axis, exposed_us, compute_us = (
+        traffic.axis,
+        traffic.exposed_us,
+        sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks,
+    )
     late_us = _late_us(traffic, timeline)
     if late_us >= MOST * exposed_us:
         words = f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
@@ -200,10 +186,6 @@ def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, 
         return f"{words}: {format_share(latency)} of their time is latency", _larger(axis, plan)
     words = "what needs it follows too soon: there are not enough other ops to run meanwhile"
     return words, more_to_run(axis, plan)
-
-
-def _compute_us(timeline: Timeline) -> float:
-    return sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks
 
 
 def _late_us(group: Traffic, timeline: Timeline) -> float:

@@ -7,7 +7,7 @@ op's share of the run's compute time being its share of the window's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
@@ -24,21 +24,18 @@ Rows = dict[str, list[Span]]
 """Name -> spans, ascending in time; the compute lane first, the others by name."""
 
 
-def rows_of(timeline: Timeline, row_of: Callable[[str], str] = str) -> list[Rows]:
-    """By rank, the rows on which its spans are drawn. row_of: the row of a lane; its own by default."""
+def rows_of(timeline: Timeline) -> list[Rows]:
+    """By rank, the rows on which its spans are drawn: one a lane, and one for small reductions, once a step
+    each."""
     result: list[Rows] = [defaultdict(list) for _ in range(timeline.ranks)]
     for rows in result:
         rows[COMPUTE_LANE] = []
     for span in sorted(timeline.spans, key=lambda span: (span.start_us, span.end_us)):
-        result[span.rank][row_of(span.lane)].append(span)
+        small = span.lane == "loss" or span.lane.startswith("tied ")
+        result[span.rank]["reductions" if small else span.lane].append(span)
     return [
         dict(sorted(rows.items(), key=lambda item: (item[0] != COMPUTE_LANE, item[0]))) for rows in result
     ]
-
-
-def with_reductions_together(lane: str) -> str:
-    """The row of a lane where small reductions, once a step each, share one."""
-    return "reductions" if lane == "loss" or lane.startswith("tied ") else lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +153,14 @@ def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tupl
             left_us -= took_us
 
 
-def shapes_in(op: Op, specs: Mapping[str, TensorSpec]) -> str:
-    """What the op reads, as text: `float32[16,32] float32[32]`."""
-    return " ".join(str(specs.get(name) or "(several)") for name in op.uses)
-
-
-def shapes_out(op: Op) -> str:
-    """What the op makes, as text; parts that are no tensors are left out."""
-    return " ".join(str(spec) for spec in op.outputs if spec is not None)
+def op_data(op: Op, specs: Mapping[str, TensorSpec]) -> dict[str, str | int]:
+    """What is shown of an op wherever it is; shapes as text: `float32[16,32] float32[32]`."""
+    return {
+        "name": op.name,
+        "op": op.target,
+        "module": op.module,
+        "reads": " ".join(str(specs.get(name) or "(several)") for name in op.uses),
+        "makes": " ".join(str(spec) for spec in op.outputs if spec is not None),
+        "bytes": op.nbytes,
+        "flops": op.flops,
+    }

@@ -97,7 +97,6 @@ def grid_of(
     rows: Iterable[Row],
     *,
     words: Sequence[str] = (),
-    caption: str = "",
     absent: str = "",
 ) -> Grid:
     """A table of rows of data. words: the heads of the columns of words, by default the first; absent: the
@@ -112,4 +111,4 @@ def grid_of(
     heads = tuple(columns)
     columns_of_words = [heads.index(head) for head in words] or [0]
     cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
-    return Grid(title, heads, cells, columns_of_words, caption)
+    return Grid(title, heads, cells, columns_of_words)

@@ -6,12 +6,12 @@ the page, from data that is packed into it (`stretto.report.pack`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
+from stretto.files.settings_file import flat
 from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
@@ -20,7 +20,7 @@ from stretto.report.grid import Grid, counted, format_us, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
-from stretto.report.rundir import SUMMARY, Run
+from stretto.report.rundir import Run
 from stretto.report.tables import (
     comparison_grid,
     costliest_grid,
@@ -64,7 +64,8 @@ def render(run: Run) -> str:
         body.append(f'<h2>Loss</h2><div class="scroll">{curve}</div>')
     for title, settings in (("Summary", run.summary), ("Settings", run.settings)):
         if settings:
-            body.append(_section(Grid(title, ("", ""), tuple(_flat(settings)), (0, 1))))
+            rows = [(key, _shown(value)) for key, value in flat(settings)]
+            body.append(_section(Grid(title, ("", ""), rows, (0, 1))))
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
@@ -76,11 +77,6 @@ def render(run: Run) -> str:
         + "\n".join(body)
         + f"\n</main>\n{script}</body></html>\n"
     )
-
-
-def lacks_page(run_dir: Path) -> bool:
-    """Whether a run was killed after its summary, the last of its files but the page."""
-    return (run_dir / SUMMARY).is_file() and not (run_dir / REPORT).exists()
 
 
 def write_page(run: Run) -> None:
@@ -201,7 +197,6 @@ def _tables(run: Run) -> list[str]:
 
 
 def _section(grid: Grid) -> str:
-    """A table under its title."""
 
     def cell(tag: str, at: int, text: str) -> str:
         style = ' class="words"' if at and at in grid.words else ""
@@ -219,12 +214,5 @@ def _section(grid: Grid) -> str:
     return f"<h2>{escape(grid.title)}</h2>{table}{note}"
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted keys."""
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, float):
-            yield f"{prefix}{key}", f"{value:.6g}"
-        else:
-            yield f"{prefix}{key}", "-" if value is None else str(value)
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

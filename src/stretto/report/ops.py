@@ -18,18 +18,17 @@ from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
 from stretto.ir.transfers import time_of
-from stretto.report.detail import OpRow, op_category, shapes_in, shapes_out, specs_of, window_ops
+from stretto.report.detail import OpRow, op_category, op_data, specs_of, window_ops
 
 
 @dataclass(frozen=True, slots=True)
 class OpLine:
-    """One op. saved_for: later phases of the stage that read its result; sent: edges that carry it;
-    result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with it;
-    collective_us: what the communication that it starts takes on its lane, where it is known."""
+    """One op. shown: `op_data`. saved_for: later phases of the stage that read its result; sent: edges that
+    carry it; result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with
+    it; collective_us: what the communication that it starts takes on its lane, where it is known."""
 
     row: OpRow
-    reads: str
-    makes: str
+    shown: dict[str, str | int]
     saved_for: tuple[Phase, ...]
     sent: tuple[str, ...]
     result: tuple[str, ...]
@@ -40,16 +39,10 @@ class OpLine:
         """The line as JSON data; times are microseconds on the compute lane."""
         op = self.row.op
         return {
-            "name": op.name,
-            "op": op.target,
+            **self.shown,
             "phase": self.row.phase.value,
             "category": op_category(op, self.row.phase),
-            "module": op.module,
-            "reads": self.reads,
-            "makes": self.makes,
             "dtype": op.outputs[0].dtype if op.outputs and op.outputs[0] is not None else None,
-            "bytes": op.nbytes,
-            "flops": op.flops,
             "lane": op.lane,
             "predicted_us": self.row.us,
             "collective_us": self.collective_us,
@@ -163,8 +156,7 @@ class _Memory:
         cost = None if asked is None else self._plan.costs.collectives.get((asked.axis, asked.kind))
         return OpLine(
             row,
-            shapes_in(op, self._specs),
-            shapes_out(op),
+            op_data(op, self._specs),
             tuple(phase for phase in PHASES[now + 1 :] if phase in later),
             tuple(f"e{e.index} to stage {e.target}" for e in self._edges if e.value == op.name),
             tuple(self._results.get(op.name, ())),
@@ -220,7 +212,8 @@ def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list
                 us = time_of(plan.costs, stage.index, op)
                 if not us:
                     continue
-                key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
+                shown = op_data(op, specs)
+                key = (op.target, str(shown["reads"]) if by_inputs else "", str(shown["makes"]))
                 group = groups.setdefault(key, OpGroup(*key))
                 sources[key][plan.costs.how(stage.index, op.name)] = None
                 letters = {*group.phases, op_category(op, phase)}

@@ -14,7 +14,7 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
@@ -22,14 +22,12 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     WindowRun,
     op_category,
+    op_data,
     rows_of,
     runs_of,
-    shapes_in,
-    shapes_out,
     span_category,
     specs_of,
     window_ops,
-    with_reductions_together,
 )
 
 TICK_US = 0.01
@@ -81,28 +79,12 @@ def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
     for name, ops in window_ops(plan).items():
         windows[name] = [len(columns["name"]), len(ops)]
         for row in ops:
-            op = row.op
-            _append(
-                columns,
-                {
-                    "name": texts(op.name),
-                    "target": texts(op.target),
-                    "module": texts(op.module),
-                    "in": texts(shapes_in(op, specs)),
-                    "out": texts(shapes_out(op)),
-                    "bytes": op.nbytes,
-                    "flops": op.flops,
-                    "category": CATEGORIES.index(op_category(op, row.phase)),
-                    "part": row.part,
-                    "us": _ticks(row.us),
-                },
-            )
+            for key, value in op_data(row.op, specs).items():
+                columns[key].append(texts(value) if isinstance(value, str) else value)
+            columns["category"].append(CATEGORIES.index(op_category(row.op, row.phase)))
+            columns["part"].append(row.part)
+            columns["us"].append(_ticks(row.us))
     return {"windows": windows, **columns}
-
-
-def _append(columns: dict[str, list[int]], values: Mapping[str, int]) -> None:
-    for name, value in values.items():
-        columns[name].append(value)
 
 
 # --- step 1: spans -----------------------------------------------------------------------------------
@@ -121,7 +103,7 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: Texts) -
         "runs": [[[run.window, *run.microbatches] for run in of_rank] for of_rank in runs],
         "lanes": [
             _lane(rank, row, spans, texts, runs[rank] if row == COMPUTE_LANE else ())
-            for rank, rows in enumerate(rows_of(timeline, with_reductions_together))
+            for rank, rows in enumerate(rows_of(timeline))
             for row, spans in rows.items()
         ],
     }
@@ -131,33 +113,26 @@ def _lane(
     rank: int, row: str, spans: Sequence[Span], texts: Texts, runs: Sequence[WindowRun]
 ) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
-    columns: dict[str, list[int]] = defaultdict(list)
-    before = 0
-    for span in spans:
-        start, end = _ticks(span.start_us), _ticks(span.end_us)
-        category = span_category(span)
-        _append(
-            columns,
-            {
-                "start": start - before,
-                "took": end - start,
-                # Compute of unknown phase has the first's colour.
-                "category": CATEGORIES.index(category) if category in CATEGORIES else 0,
-                "name": texts(span.name),
-                "microbatch": -1 if span.microbatch is None else span.microbatch,
-                "run": run_of.get(id(span), -1),
-                "bytes": span.nbytes,
-                "sender": -1 if span.sender is None else span.sender,
-                "sent": 0 if span.sent_us is None else start - _ticks(span.sent_us),
-            },
-        )
-        before = end
-    # A column without information is not written.
-    kept = {name: values for name, values in columns.items() if set(values) != {_EMPTY[name]}}
-    return {"rank": rank, "row": row, "count": len(spans), **kept}
-
-
-_EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
+    starts, ends = [_ticks(span.start_us) for span in spans], [_ticks(span.end_us) for span in spans]
+    categories = [span_category(span) for span in spans]
+    return {
+        "rank": rank,
+        "row": row,
+        "count": len(spans),
+        "start": [start - before for start, before in zip(starts, [0, *ends])],
+        "took": [end - start for start, end in zip(starts, ends, strict=True)],
+        # Compute of unknown phase has the first's colour.
+        "category": [CATEGORIES.index(one) if one in CATEGORIES else 0 for one in categories],
+        "name": [texts(span.name) for span in spans],
+        "microbatch": [-1 if span.microbatch is None else span.microbatch for span in spans],
+        "run": [run_of.get(id(span), -1) for span in spans],
+        "bytes": [span.nbytes for span in spans],
+        "sender": [-1 if span.sender is None else span.sender for span in spans],
+        "sent": [
+            0 if span.sent_us is None else start - _ticks(span.sent_us)
+            for span, start in zip(spans, starts, strict=True)
+        ],
+    }
 
 
 def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:

@@ -25,10 +25,9 @@ from stretto.report.detail import (
     OpRow,
     laid_over,
     op_category,
+    op_data,
     rows_of,
     runs_of,
-    shapes_in,
-    shapes_out,
     span_category,
     specs_of,
     window_ops,
@@ -260,16 +259,10 @@ class _Writer:
             setattr(annotation, FIELDS[type(value)], value)
 
     def _op_details(self, row: OpRow) -> Details:
-        op = row.op
-        yield "op", op.target
-        yield "category", op_category(op, row.phase)
-        if op.module:
-            yield "module", op.module
-        yield "reads", shapes_in(op, self.specs)
-        yield "makes", shapes_out(op)
-        yield "bytes", op.nbytes
-        if op.flops:
-            yield "flops", op.flops
+        yield from (
+            (key, value) for key, value in op_data(row.op, self.specs).items() if value and key != "name"
+        )
+        yield "category", op_category(row.op, row.phase)
         yield "predicted_us", row.us
 
 

@@ -113,38 +113,38 @@ def _load_directory(path: Path) -> Run:
     return run
 
 
-def _load_object(path: Path) -> dict[str, Any]:
+def _object(text: bytes, where: str) -> dict[str, Any]:
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+        data = parse_json(text.decode())
+    except ValueError as error:
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise UsageError(f"cannot read {where}: {why}; mend it, or remove it") from None
     if not isinstance(data, dict):
-        raise UsageError(f"cannot read {path}: expected a JSON object, found {type(data).__name__}")
+        raise UsageError(f"cannot read {where}: expected a JSON object, found {type(data).__name__}")
     return data
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    return _object(_bytes(path), str(path))
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    lines = _bytes(path).splitlines()
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            data = parse_json(line.decode())
-        except ValueError as error:
-            # A run that was killed may have left half a line at the end.
-            if number == len(lines):
-                break
-            why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-            raise UsageError(
-                f"cannot read {path}, line {number}: {why}; mend the line, or remove it"
-            ) from None
-        if not isinstance(data, dict):
-            raise UsageError(f"cannot read {path}, line {number}: expected a JSON object")
-        result.append(data)
+        if line.strip():
+            try:
+                result.append(_object(line, f"{path}, line {number}"))
+            except UsageError:
+                if number < len(lines):  # a run that was killed may have left half a line at the end
+                    raise
     return result
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.detail import rows_of
 from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -164,7 +164,7 @@ class _Picture:
     def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
         y = top = self.y
-        for rank, rows in enumerate(rows_of(timeline, with_reductions_together)):
+        for rank, rows in enumerate(rows_of(timeline)):
             for lane, spans in rows.items():
                 body.append((y, rank, lane, spans))
                 y += _height(lane) + MESSAGE_GAP_PX
@@ -176,7 +176,9 @@ class _Picture:
                 f'height="{_height(lane)}"/>'
             )
             if lane == COMPUTE_LANE:
-                self.text(14, row_y + LANE_PX / 2 + 4, _named(timeline.who(rank)), "name")
+                who = timeline.who(rank)
+                who = who if len(who) <= LONGEST_NAME else who.removeprefix("ranks ")
+                self.text(14, row_y + LANE_PX / 2 + 4, who, "name")
             else:
                 self.text(LEFT_PX - 8, row_y + 10, _shortened(lane), "small", "end")
         self._axis(timeline.step_us, top, y)
@@ -216,7 +218,6 @@ class _Picture:
         return width
 
     def _compute(self, together: Sequence[Span], y: float) -> None:
-        """Spans of equal times."""
         height = LANE_PX / len(together)
         for at, span in enumerate(together):
             if span.kind is not SpanKind.COMPUTE:
@@ -301,11 +302,6 @@ def _height(lane: str) -> float:
 
 def _text_px(words: str) -> float:
     return len(words) * CHAR_PX + words.count("W") * W_EXTRA_PX
-
-
-def _named(who: str) -> str:
-    """The name of a row, without its first word where that does not fit."""
-    return who if len(who) <= LONGEST_NAME else who.removeprefix("ranks ")
 
 
 def _shortened(lane: str) -> str:

@@ -198,7 +198,6 @@ def costliest_grid(groups: Sequence[OpGroup], *, reads: bool = False, known: boo
 
 
 def _plain(shapes: str) -> str:
-    """Shapes without their layout."""
     return re.sub(r"\{[\d,]*\}", "", shapes)
 
 

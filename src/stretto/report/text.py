@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stretto.ir.action import Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.detail import rows_of
 from stretto.report.grid import format_us, source_word
 from stretto.schedule.draw import to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -58,7 +58,7 @@ def timeline_text(
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
     cells = max(1, width - label_cells)
     text = Text(f"Timeline, {source_word(timeline.source)}\n", style="bold")
-    lanes = rows_of(timeline, with_reductions_together)
+    lanes = rows_of(timeline)
     half = MOST_RANKS // 2
     drawn = [rank for rank in range(timeline.ranks) if rank < half or rank >= timeline.ranks - half]
     for before, rank in zip([-1, *drawn], drawn):

@@ -102,8 +102,3 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     built = together(ranks, work if ranks.rank == 0 else lambda: None)
     result: T = ranks.all_gather(built)[0]
     return result
-
-
-def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
-    """Do it on rank 0 alone, as `together_slowly` does. Returns on rank 0 what it gave, None elsewhere."""
-    return together_slowly(ranks, work if ranks.rank == 0 else lambda: None, what)

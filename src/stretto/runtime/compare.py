@@ -27,23 +27,20 @@ def line(name: str, predicted: float | None, measured: float | None, unit: tuple
 
 
 def rank_lines(
-    predicted: Prediction | None, measured: Timeline | None, pp_rank: int, prefix: str = ""
+    predicted: Prediction | None, measured: Timeline, pp_rank: int, prefix: str = ""
 ) -> Iterator[str]:
-    """A pipeline rank's accounts of its compute lane, and its peak of memory, as far as they are known."""
+    """A pipeline rank's accounts of its compute lane, and its peak of memory."""
 
-    def accounts(of: Prediction | None) -> dict[str, float]:
-        if of is None:
-            return {}
+    def accounts(of: Prediction) -> dict[str, float]:
         exposed = {f"exposed {axis}": us[pp_rank] for axis, us in of.exposed_axis_us.items()}
         more = {"bubble": of.bubble_us[pp_rank], "peak memory": of.peak_bytes[pp_rank]}
         return {**exposed, "compute": of.compute_us[pp_rank], **more}
 
-    guess, took = accounts(predicted), accounts(None if measured is None else accounts_of(measured))
+    guess, took = accounts(predicted) if predicted else {}, accounts(accounts_of(measured))
     exposed = sorted(name for name in {*guess, *took} if name.startswith("exposed"))
     for name in ("compute", *exposed, "bubble", "peak memory"):
         unit = MIB if name == "peak memory" else MS
-        one, other = (of.get(name, 0.0) if of else None for of in (guess, took))
-        yield line(prefix + name, one, other, unit)
+        yield line(prefix + name, guess.get(name, 0.0) if guess else None, took.get(name, 0.0), unit)
 
 
 def stall_lines(measured: Timeline) -> Iterator[str]:
@@ -79,12 +76,7 @@ class Report:
         predicted, measured = self.plan.prediction, self.measured
         who = f"{self.plan.job.name}, {self.plan.schedule.family} on {self.plan.where}"
         if measured is None:
-            lines = [f"{who}: predicted; not measured: {self.why}"]
-            if predicted is not None:
-                lines.append(line("step", predicted.step_us, None))
-                for pp_rank in range(self.plan.ranks):
-                    lines += rank_lines(predicted, None, pp_rank, f"{self.plan.counted} {pp_rank} ")
-            return "\n".join([*lines, *map(metric_line, self.observed)])
+            return "\n".join([str(self.plan), f"not measured: {self.why}", *map(metric_line, self.observed)])
         head = f"{who}: predicted, measured"
         lines = [head, line("step", predicted.step_us if predicted else None, measured.step_us)]
         for pp_rank in range(self.plan.ranks):

@@ -3,8 +3,7 @@
 Every rank is given the full batch, and counts all of it: no count is communicated, and gradients are right
 from the first backward on.
 
-1. The count's ops become a function, as a window's do. It is called once for all microbatches of the full
-   batch (`torch.vmap`), or where an op cannot be, once for each.
+1. The count's ops become a function, as a window's do. It is called for each microbatch of the full batch.
 2. The tangent, from which every backward begins, is set to one over their sum. On accelerators nothing waits
    for it.
 3. This rank's share of the step's loss is the sum of its microbatches' over that.
@@ -78,31 +77,16 @@ class Counter:
         self._leaves = self._alone.leaves
         self._full = [name in job.replicated for name in self._leaves]
         self._pieces = job.pieces
-        self._batched = True
 
     @torch.no_grad()
     def counts(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """batch: leaves of the full batch, on the device. Returns float64 (microbatches of all copies,)."""
-        given = [
-            leaf if full else leaf.view(self._pieces, leaf.shape[0] // self._pieces, *leaf.shape[1:])
-            for leaf, full in zip((batch[name] for name in self._leaves), self._full, strict=True)
+        cut = [
+            (batch[name],) * self._pieces if full else batch[name].chunk(self._pieces)
+            for name, full in zip(self._leaves, self._full, strict=True)
         ]
-        if self._batched and not all(self._full):
-            dims = tuple(None if full else 0 for full in self._full)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of ops without a rule: slower, and right
-                    return torch.vmap(self._one, in_dims=dims)(*given)
-            except (RuntimeError, ValueError):
-                self._batched = False
-        parts = range(self._pieces)
-        rows = [
-            [leaf if full else leaf[m] for leaf, full in zip(given, self._full, strict=True)] for m in parts
-        ]
-        return torch.stack([self._one(*row) for row in rows])
-
-    def _one(self, *leaves: torch.Tensor) -> torch.Tensor:
-        return self._alone(*leaves).reshape(()).to(torch.float64)
+        counted = [self._alone(*row).reshape(()) for row in zip(*cut, strict=True)]
+        return torch.stack(counted).to(torch.float64)
 
 
 class Divisor:

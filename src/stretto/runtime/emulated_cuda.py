@@ -26,7 +26,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
-from stretto.runtime.transport import Handle, Pending
+from stretto.runtime.transport import Handle
 from stretto.simulating import simulate
 from stretto.verifying.trace import ends_of
 
@@ -144,7 +144,7 @@ class CudaTransport(SingleRankEnd):
                 fill()
         taken = Taken(name, lane, begun, mark(stream))
         self._taken.append(taken)
-        return Pending(partial(self._wait_for, taken))
+        return Handle(partial(self._wait_for, taken))
 
     def _spend(self, lane: str, us: float) -> None:
         with torch.cuda.stream(self._streams[lane]):

@@ -28,7 +28,7 @@ from stretto.ir.collectives import KINDS, How
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
-from stretto.runtime.transport import Handle, Pending, Transport
+from stretto.runtime.transport import Handle, Transport
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of
@@ -139,14 +139,14 @@ class EmulatedTransport(SingleRankEnd):
         edge, microbatch = self._take(self._next_send, lane)
         self._live.clock.advance(self.now_us())
         message = self._live.network.send(edge, microbatch)
-        return Pending(partial(self._wait_for, message.left, message.name, None))
+        return Handle(partial(self._wait_for, message.left, message.name, None))
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         self._live.clock.advance(self.now_us())
         message = self._live.network.post(edge, microbatch)
         fill = partial(self._fill, buffer)
-        return Pending(partial(self._wait_for, message.arrived, message.name, fill))
+        return Handle(partial(self._wait_for, message.arrived, message.name, fill))
 
     # Behind them.
 
@@ -154,7 +154,7 @@ class EmulatedTransport(SingleRankEnd):
         work, microbatch = self._take(self._next_work, lane)
         self._live.clock.advance(self.now_us())
         built: RunningCollective = self._live.collectives.start(work, self._pp_rank, microbatch)
-        return Pending(partial(self._wait_for, built.done, work.name, fill))
+        return Handle(partial(self._wait_for, built.done, work.name, fill))
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         start_us = self.now_us()

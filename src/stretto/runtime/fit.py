@@ -52,18 +52,12 @@ def fit_batch(
         )
     constants = tree.fixed(batch)
     known = dict(job.fixed)
-    for path, text in constants.items():
-        if path not in known:
-            raise UsageError(
-                f"batch leaf {path!r} is {text}, and the batch that was captured did not have it: leaves "
-                "that are no tensors are constants of the plan. Leave it out, or capture again with it"
-            )
-    for path, text in job.fixed:
-        if constants.get(path) != text:
+    for path in {**constants, **known}:
+        if constants.get(path) != known.get(path):
             raise UsageError(
                 f"batch leaf {path!r} is {constants.get(path, 'missing')}, but the plan was captured with "
-                f"{text}: leaves that are no tensors are constants of the plan. Mark a number or a tensor "
-                "that changes stretto.replicated(x), in the captured batch too, or capture again"
+                f"{known.get(path, 'none')}: leaves that are no tensors are constants of the plan. Mark what "
+                "changes stretto.replicated(x), in the captured batch too, or capture again"
             )
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():

@@ -26,14 +26,9 @@ _CALLING = threading.Lock()
 """Ranks that are threads may share a model, and one at a time has other tensors put in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a tensor of the plain model is: a parameter, by the first name of its tie; a buffer, by name; or a
-    tensor that no stage uses, which stays as it was."""
-
-    parameter: str | None = None
-    buffer: str | None = None
-    unused: torch.Tensor | None = None
+Entry = str | torch.Tensor
+"""What a tensor of the plain model is: by its name among a rank's parts (`model.<first name of the tie>`,
+`buffer.<name>`); or a tensor that no stage uses, which stays as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +57,10 @@ def plain_state(model: nn.Module, job: Job) -> PlainState:
     named: dict[str, Entry] = {}
     by_id: dict[int, Entry] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = by_id.get(id(parameter), Entry(unused=parameter))
-        named[name] = by_id[id(parameter)] = Entry(parameter=used[name]) if name in used else known
+        known = by_id.get(id(parameter), parameter)
+        named[name] = by_id[id(parameter)] = f"model.{used[name]}" if name in used else known
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        named[name] = by_id[id(buffer)] = Entry(buffer=name) if name in buffers else Entry(unused=buffer)
+        named[name] = by_id[id(buffer)] = f"buffer.{name}" if name in buffers else buffer
     kept = model.state_dict(keep_vars=True)
     if all(id(value) in by_id for value in kept.values()):
         return PlainState({key: by_id[id(value)] for key, value in kept.items()})
@@ -79,7 +74,7 @@ def gather(
     if only_on is not None and not 0 <= only_on < transport.size:
         raise UsageError(f"only_on = {only_on}: the ranks are 0 to {transport.size - 1}")
     entries = plain.entries
-    absent = [key for key, entry in entries.items() if entry.unused is not None and entry.unused.is_meta]
+    absent = [key for key, entry in entries.items() if not isinstance(entry, str) and entry.is_meta]
     if absent:
         raise UsageError(
             f'the model has {listed(map(repr, absent))} on "meta", which no stage uses and no one has given '
@@ -94,11 +89,7 @@ def gather(
 
 
 def _value(entry: Entry, full_tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if entry.unused is not None:
-        return entry.unused.detach().clone().cpu()
-    return full_tensors[
-        f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"
-    ]
+    return full_tensors[entry] if isinstance(entry, str) else entry.detach().clone().cpu()
 
 
 class _Called(nn.Module):
@@ -201,15 +192,16 @@ def put(
         named = {key: _value(entry, full_tensors) for key, entry in entries.items()}
         left = together(transport, lambda: _loaded(model, named, values, strict))
         values = named
+    named_keys = {entry: key for key, entry in entries.items() if isinstance(entry, str) and key in values}
     with torch.no_grad():
         for parameter, mine in tensors.known_parameters():
-            given = _given(entries, values, parameter.tied_to)
+            given = named_keys.get(f"model.{parameter.tied_to}")
             if given is not None:
-                full = given.to(mine.device, mine.dtype)
+                full = values[given].to(mine.device, mine.dtype)
                 mine.copy_(part_of(full, parameter, job, tensors.coordinates))
-        buffers = dict(tensors.named_buffers())
+        buffers = {f"buffer.{name}": buffer for name, buffer in tensors.named_buffers()}
         for key, entry in entries.items():
-            own = buffers.get(entry.buffer or "") if entry.unused is None else entry.unused
+            own = buffers.get(entry) if isinstance(entry, str) else entry
             if own is not None and key in values and not own.is_meta:
                 own.copy_(values[key])
     return left
@@ -229,18 +221,14 @@ def _loaded(
     return LeftKeys(left.missing_keys, left.unexpected_keys)
 
 
-def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
-    names = [key for key, entry in entries.items() if entry.parameter == tie and key in values]
-    return values[names[0]] if names else None
-
-
 def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool) -> LeftKeys:
     """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
-    shapes = {p.tied_to: full_spec(job, p).shape for p in job.parameters}
-    shapes |= {b.name: b.spec.shape for b in job.buffers}
+    shapes = {f"model.{p.tied_to}": full_spec(job, p).shape for p in job.parameters}
+    shapes |= {f"buffer.{b.name}": b.spec.shape for b in job.buffers}
     ties: dict[str, list[str]] = {}
     for key, entry in entries.items():
-        ties.setdefault(entry.parameter or key, []).append(key)
+        tied = isinstance(entry, str) and entry.startswith("model.")
+        ties.setdefault(str(entry) if tied else f" {key}", []).append(key)
     missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
     unexpected = [key for key in values if key not in entries]
     if strict and (missing or unexpected):
@@ -256,8 +244,7 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
         entry = entries[key]
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"load_state_dict: {key!r} is no tensor ({type(value).__name__})")
-        unused, name = entry.unused, entry.parameter or entry.buffer
-        want = shapes[name or ""] if unused is None else tuple(unused.shape)
+        want = shapes[entry] if isinstance(entry, str) else tuple(entry.shape)
         if tuple(value.shape) != want:
             raise UsageError(
                 f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the model's full tensor "

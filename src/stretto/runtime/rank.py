@@ -102,17 +102,6 @@ class RankState:
             self._members[job.parameters[k].tied_to].append(k)
         # Draws of data-parallel copies differ as those of microbatches do.
         self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
-        self._lane = {e.index: plan.lane_of(e.index) for e in job.edges}
-        self._peer_of = {e.index: self._peer(plan.rank_of(e.target)) for e in job.edges}
-        self._receives = {
-            e.index: (
-                e.spec.shape,
-                getattr(torch, e.spec.dtype),
-                plan.lane_of(e.index),
-                self._peer(plan.rank_of(e.source)),
-            )
-            for e in job.edges
-        }
         self._actions: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.RECV: self._recv,
             InstructionKind.RUN: self._run,
@@ -120,8 +109,8 @@ class RankState:
         }
         self._clear()
 
-    def _peer(self, pp_rank: int) -> int:
-        return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
+    def _peer(self, stage: int) -> int:
+        return self.plan.mesh.rank({**self.coordinates, PIPELINE: self.plan.rank_of(stage)})
 
     def _clear(self) -> None:
         self.grads = {}
@@ -173,13 +162,10 @@ class RankState:
     # Instructions.
 
     def _recv(self, instruction: Instruction) -> None:
-        edge = int(instruction.ref)
-        shape, dtype, lane, source = self._receives[edge]
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        self._received[edge, instruction.microbatches[0]] = (
-            self.transport.recv(lane, buffer, source),
-            buffer,
-        )
+        edge = self.plan.job.edges[int(instruction.ref)]
+        buffer = torch.empty(edge.spec.shape, dtype=getattr(torch, edge.spec.dtype), device=self.device)
+        handle = self.transport.recv(self.plan.lane_of(edge.index), buffer, self._peer(edge.source))
+        self._received[edge.index, instruction.microbatches[0]] = handle, buffer
 
     def _run(self, instruction: Instruction) -> None:
         name = str(instruction.ref)
@@ -198,7 +184,8 @@ class RankState:
         handle, _ = self._leaving.pop(key)
         start = self.clock.now()
         handle.wait()
-        self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self.clock.now()))
+        name = f"{self.plan.lane_of(key[0])} sent e{key[0]}:{key[1]}"
+        self.marks.others.append((name, start, self.clock.now()))
 
     def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
         kept = (self.plan.job.parameters[self._members[group][0]] for group in groups)
@@ -234,13 +221,13 @@ class RankState:
         return buffer if stride is None else _with_stride(buffer, stride)
 
     def send(self, edge: int, microbatch: int, value: torch.Tensor) -> None:
-        to = self._peer_of[edge]
+        to = self._peer(self.plan.job.edges[edge].target)
         if to == self.transport.rank:
             self._local[edge, microbatch] = value
             return
         value = value.contiguous()
         self.marks.sends.append((edge, microbatch, self.clock.now()))
-        self._leaving[edge, microbatch] = (self.transport.send(self._lane[edge], value, to), value)
+        self._leaving[edge, microbatch] = (self.transport.send(self.plan.lane_of(edge), value, to), value)
 
     def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor:
         """What is summed of these tied groups, in one tensor."""

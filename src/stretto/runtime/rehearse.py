@@ -13,7 +13,6 @@ of a batch name what they reach (`stretto.ir.integers`), and those of buffers ar
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,14 +95,11 @@ def rehearse(
     Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
     when model or batch do not fit; PlanError for a plan that is refused.
     """
-    rank, steps, seed = _full("rank", rank), _full("steps", steps), _full("seed", seed)
     device = _device(plan)
     if not 0 <= rank < plan.world:
         raise UsageError(f"there is no rank {rank}: the plan's ranks are 0 to {plan.world - 1}")
     if steps < 1:
         raise UsageError(f"{steps} steps cannot be rehearsed: give 1 or more")
-    if not -(2**63) <= seed < 2**63:
-        raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
     _refuse_endless(plan)
     on_cuda = device.type == "cuda"
@@ -135,13 +131,6 @@ def rehearse(
         peak_bytes,
         middle,
     )
-
-
-def _full(what: str, given: object) -> int:
-    try:
-        return operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{what} = {given!r}: give an integer") from None
 
 
 def _refuse_endless(plan: Plan) -> None:

@@ -36,7 +36,7 @@ from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle, Pending, Transport
+from stretto.runtime.transport import Handle, Transport
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -191,7 +191,7 @@ class TorchTransport(Transport):
                 raise self._lost(lane, peer, error) from None
             kept.clear()  # step 5
 
-        return Pending(wait)
+        return Handle(wait)
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
         others = [member for member in self.members.get(lane, ()) if member != self.rank]
@@ -202,20 +202,14 @@ class TorchTransport(Transport):
         network = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
         if not network and not any(word in reason.lower() for word in NETWORK_WORDS):
             return RunError(f"rank {self.rank}: a message on lane {lane!r} could not be carried: {reason}")
-        if "imed out" in reason or "imeout" in reason:
-            who = f"rank {peer}" if peer is not None else f"a rank of {self.members.get(lane, 'all')}"
-            return LostRankError(
-                f"rank {self.rank}: {who} did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it "
-                f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})",
-                peer,
-            )
         among = f"one of ranks {', '.join(map(str, others))}" if others else "a rank"
         who = f"rank {peer}" if peer is not None else among
-        return LostRankError(
-            f"rank {self.rank}: {who} was lost (its connection on lane {lane!r} broke). Look at its output; "
-            f"resume from the last checkpoint ({reason})",
-            peer,
-        )
+        if "imed out" in reason or "imeout" in reason:
+            what = f"did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it may be lost or stuck"
+        else:
+            what = f"was lost (its connection on lane {lane!r} broke)"
+        rest = f"Look at its output; resume from the last checkpoint ({reason})"
+        return LostRankError(f"rank {self.rank}: {who} {what}. {rest}", peer)
 
 
 def _boot_id() -> str:

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,11 +24,12 @@ from stretto.ir.plan import Communicator
 from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
 
-class Handle(Protocol):
-    """A communication under way."""
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A communication under way. wait: returns when it is done (received data is there, a sent buffer may be
+    reused). Raises RunError."""
 
-    def wait(self) -> None:
-        """Return when it is done: received data is there, a sent buffer may be reused. Raises RunError."""
+    wait: Callable[[], None]
 
 
 class Transport(ABC):
@@ -91,13 +92,6 @@ class Transport(ABC):
         return nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A communication under way that `wait` completes."""
-
-    wait: Callable[[], None]
-
-
 @dataclass
 class _Board:
     size: int
@@ -146,7 +140,7 @@ class ThreadTransport(Transport):
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
             self._board.mail[self._of(lane)][self._number(lane, "sent")] = value.clone()
             self._board.changed.notify_all()
-        return Pending(lambda: None)
+        return Handle(lambda: None)
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         mail, number = self._board.mail[self._of(lane)], self._number(lane, "posted")
@@ -155,7 +149,7 @@ class ThreadTransport(Transport):
             self.wait_for(lambda: number in mail, f"a message on lane {lane!r}")
             buffer.copy_(mail.pop(number))
 
-        return Pending(wait)
+        return Handle(wait)
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._join(lane, value, lambda parts: value.copy_(parts[source]), {source})
@@ -195,7 +189,7 @@ class ThreadTransport(Transport):
             with torch.no_grad(), uncounted():
                 finish(parts)
 
-        return Pending(wait)
+        return Handle(wait)
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         board = self._board

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError, UsageError, listed
 
 PROBE = ".written-by-rank-0"
 """The file in a folder that is being written by which other ranks know it."""
@@ -25,7 +25,6 @@ SEEN_WITHIN_S = 10.0
 """How long a file of another host may take to show on a network file system. Assumed: above the few seconds
 for which their clients keep what they know of a folder."""
 POLL_S = 0.1
-SHOWN_RANKS = 4
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of the system for a disk, or a user's share of one, that is full."""
 
@@ -118,8 +117,7 @@ def refuse_apart(looks: Sequence[ProbeView], setting: str) -> None:
     if not blind:
         return
     rank, one = blind[0], looks[blind[0]]
-    others = ", ".join(map(str, blind[1 : 1 + SHOWN_RANKS]))
-    more = f" (and ranks {others}{' ...' if len(blind) > 1 + SHOWN_RANKS else ''})" if others else ""
+    more = f" (and ranks {listed(blind[1:])})" if blind[1:] else ""
     raise UsageError(
         f"the ranks do not share the folder of checkpoints: {one.folder} on rank {rank}, host {one.host}, "
         f"{one.why}{more}; rank 0, host {looks[0].host}, wrote into {looks[0].folder}. Each would keep its "

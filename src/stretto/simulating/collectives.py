@@ -36,11 +36,6 @@ class RunningCollective:
     done: Moment = field(default_factory=Moment)
     done_us: float = 0.0
 
-    def why_missing(self) -> str:
-        """Which ranks have not started it, in words."""
-        ranks = ", ".join(f"rank {rank}" for rank in sorted(self.missing))
-        return f"collective {self.call.name}, which {ranks} has not started"
-
 
 @dataclass(slots=True, eq=False)
 class Lane:

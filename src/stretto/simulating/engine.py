@@ -15,8 +15,7 @@
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
    step.
-7. When nothing can happen any more and a rank has instructions left, the plan is refused; the message says
-   what every such rank waits for.
+7. A sound plan runs to its end. Of one that does not, the proof says why (`stretto.verifying`).
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action
 from stretto.ir.costs import Prediction
-from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
-from stretto.simulating.network import Message, Network
-from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
+from stretto.simulating.network import Network
+from stretto.simulating.windows import Control, ReadyWindow, Segment, make_ready
+from stretto.verifying import plan_faults, verify
 from stretto.verifying.memory import RankMemory, memory_parts
+from stretto.verifying.messages import deadlock_faults
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stall for."""
@@ -48,6 +49,9 @@ def simulate(plan: Plan) -> Timeline:
     walk = Walk(plan)
     try:
         return walk.run()
+    except LookupError:
+        verify(plan)  # says what the plan names and does not have
+        raise
     finally:
         walk.take_apart()
 
@@ -77,12 +81,13 @@ class Walk:
         for rank in self.ranks.values():
             rank.resume()
 
-    def stuck(self) -> list[str]:
-        """Where ranks stall, and for what; empty when all have ended."""
-        return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
-
     def end(self, least_us: float = 0.0) -> float:
-        """When the last rank ended, or `least_us` if that is later; the others wait until then."""
+        """Go on until the last rank has ended, or to `least_us` if that is later; the others wait until then.
+        Raises PlanError when one never ends."""
+        self.clock.run()
+        if not all(rank.finished for rank in self.ranks.values()):
+            faults = deadlock_faults(self.plan) or plan_faults(self.plan)
+            raise PlanError("the plan stops: its ranks wait for each other forever", faults)
         step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
         step_us = max(step_us, least_us)
         for rank in self.ranks.values():
@@ -91,10 +96,6 @@ class Walk:
 
     def run(self) -> Timeline:
         self.begin()
-        self.clock.run()
-        stuck = self.stuck()
-        if stuck:
-            raise PlanError("the plan stops: its ranks wait for each other forever", stuck)
         step_us = self.end()
         self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
@@ -131,14 +132,11 @@ class _Rank:
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
-        self._at: Instruction | None = None
-        self._waits_for: Message | RunningCollective | str = ""
         self._straggler = Straggler(costs.skew)
 
     def _walk_lane(self) -> Lane:
         network, memory = self._walk.network, self._memory
         for instruction in self._walk.plan.orders[self._index]:
-            self._at = instruction
             kind = instruction.kind
             if kind is InstructionKind.RUN:
                 yield from self._run(str(instruction.ref), instruction.microbatches)
@@ -149,7 +147,7 @@ class _Rank:
             else:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
-                yield from self._wait(message.left, message.name, message)
+                yield from self._wait(message.left, message.name)
                 memory.sent(edge, microbatch)
                 self.accounts.keep(self._clock.now_us, memory.bytes_held)
 
@@ -185,14 +183,14 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    if call.sums:
+                    if call.op.sums:
                         accounts.keep(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
-                if started is None or not started.done.happened:
-                    yield from self._finish(started, call)
-                if call.sums:
+                # What has not started only this lane could start: the wait never ends.
+                yield from self._wait(Moment() if started is None else started.done, call.name)
+                if call.op.sums:
                     memory.reduced(call.op)
                     accounts.keep(clock.now_us, memory.bytes_held)
                 elif started is not None:
@@ -209,15 +207,7 @@ class _Rank:
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
-            yield from self._wait(there, done.call.name, done)
-
-    def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
-        if started is None:
-            # Only this lane could start it, so the wait can never end.
-            name = f"collective {call.name}"
-            yield from self._wait(Moment(), call.name, f"{name}, which this rank itself starts later")
-        else:
-            yield from self._wait(started.done, call.name, started)
+            yield from self._wait(there, done.call.name)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
         key = (segment.edge, microbatch)
@@ -225,20 +215,18 @@ class _Rank:
             if segment.control is Control.SEND:
                 self._walk.made.add(key)
             elif key not in self._walk.made:
-                name = f"e{segment.edge}:{microbatch}"
-                # Only this lane could make the value, so the wait can never end.
-                yield from self._wait(Moment(), name, f"{name}, which this rank itself makes later")
+                # Only this lane could make the value: the wait never ends.
+                yield from self._wait(Moment(), f"e{segment.edge}:{microbatch}")
         elif segment.control is Control.SEND:
             self._walk.network.send(*key)
         else:
             message = self._walk.network.message(*key)
-            yield from self._wait(message.arrived, message.name, message)
+            yield from self._wait(message.arrived, message.name)
 
-    def _wait(self, moment: Moment, name: str, what: Message | RunningCollective | str) -> Lane:
+    def _wait(self, moment: Moment, name: str) -> Lane:
         if moment.happened:
             return
         start_us = self._clock.now_us
-        self._waits_for = what
         yield moment
         begun_us = moment.begun_us
         self.accounts.flush()
@@ -255,12 +243,6 @@ class _Rank:
             request.then(self.resume)
         else:
             self.compute.work(request, self.resume)
-
-    def stuck(self) -> str:
-        what = self._waits_for
-        if isinstance(what, Message | RunningCollective):
-            what = what.why_missing()
-        return f"rank {self._index} waits at `{self._at}`: waits for {what}"
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan
-from stretto.ir.program import WAIT
 from stretto.simulating.cards import Moment
 from stretto.simulating.engine import Walk
-from stretto.simulating.windows import Call, ReadyWindow
+from stretto.simulating.windows import Call, Control, ReadyWindow
+from stretto.verifying.messages import deadlock_faults
 from stretto.verifying.trace import EventKind, ends_of, trace_of
 
 
@@ -32,19 +32,16 @@ class Live(Walk):
 
     def until(self, moment: Moment, what: str) -> float:
         """Let events happen until `moment` does; returns when that is, in microseconds. Raises PlanError when
-        it never will, with what every other rank waits for."""
+        it never will."""
         while not moment.happened:
             if not self.clock.step():
                 fault = f"rank {self._place} waits forever: waits for {what}"
-                raise PlanError("the plan stops", [fault, *self.stuck()])
+                raise PlanError("the plan stops", [fault, *deadlock_faults(self.plan)])
         return self.clock.now_us
 
     def end(self, least_us: float = 0.0) -> float:
         """The real rank has ended: the others go on to their ends. Returns when the last of all ended."""
         self.clock.advance(least_us)
-        self.clock.run()
-        if stuck := self.stuck():
-            raise PlanError("the plan stops: ranks wait for each other forever", stuck)
         return super().end(least_us)
 
 
@@ -55,9 +52,10 @@ def calls_of(plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow]) -> dict[
     for instruction in plan.orders[pp_rank]:
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
-            for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
-                if call is not None and op is not None and op.target != WAIT:
-                    result.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
+            for segment in ready.segments:
+                if segment.control is Control.START and segment.call is not None:
+                    started = segment.call, instruction.microbatches[segment.control_part]
+                    result.setdefault(segment.call.axis, []).append(started)
     return result
 
 

@@ -45,17 +45,6 @@ class Message:
     def name(self) -> str:
         return f"{self.channel.lane} e{self.edge}:{self.microbatch}"
 
-    def why_missing(self) -> str:
-        """Why the message has not been transferred, in words."""
-        channel = self.channel
-        what = f"message e{self.edge}:{self.microbatch} on {channel.lane}"
-        if self.sent_us is None:
-            return f"{what}, which rank {channel.sender} has not sent"
-        ahead = channel.waiting[0]
-        if ahead is not self:
-            return f"{what}, which is behind {ahead.why_missing()}"
-        return f"{what}, whose receive rank {channel.receiver} has not posted"
-
 
 @dataclass(slots=True, eq=False)
 class Channel:

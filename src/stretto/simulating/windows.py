@@ -12,11 +12,10 @@ from typing import Any
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.collectives import Collective
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
-from stretto.ir.transfers import CollectiveTime, collective_time, op_time_us
+from stretto.ir.transfers import CollectiveTime, collective_time, missing_times, time_of
 
 
 class Control(IntEnum):
@@ -32,8 +31,7 @@ class Control(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """An op that starts a collective. key: its stage, phase and name, by which its wait finds it; name: as in
-    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it;
-    sums: whether it sums gradients or the loss, once a step."""
+    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -42,7 +40,6 @@ class Call:
     time: CollectiveTime
     pp_ranks: tuple[int, ...]
     op: Op
-    sums: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +69,13 @@ class ReadyWindow:
     segments: tuple[Segment, ...]
     stretches: tuple[range, ...]
     op_us: tuple[float, ...]
-    ops: tuple[Op | None, ...]
     calls: tuple[Call | None, ...]
 
 
 def make_ready(plan: Plan, name: str) -> ReadyWindow:
-    """Cut the window `name` into segments. Raises PlanError for an unknown window, op, cost or communicator,
-    and for a wait for what no op starts."""
-    window = plan.windows.get(name)
-    if window is None:
-        known = ", ".join(plan.windows)
-        raise PlanError(
-            "cannot simulate the plan", [f"window {name!r} is run but not defined; known: {known}"]
-        )
-    faults: list[str] = []
+    """Cut the window `name` into segments. References must be sound. Raises PlanError for an op or a
+    collective without a cost."""
+    window = plan.windows[name]
     op_us: list[float] = []
     ops: list[Op | None] = []
     calls: list[Call | None] = []
@@ -93,58 +83,33 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     for item in window.items:
         op: Op | None = None
         call: Call | None = None
-        time_us: float | None = 0.0
+        time_us = 0.0
         if item.kind is ItemKind.OP:
-            stage, phase = window.parts[item.part]
-            op, sub = programs[item.part].get(str(item.ref), (None, phase))
-            if op is None or sub not in phase.programs:
-                faults.append(f"window {name}: op {item.ref} is not in stage {stage}'s programs")
-                op = None
-            else:
-                time_us = op_time_us(plan.costs, stage, op)
-                if time_us is None:
-                    faults.append(
-                        f"window {name}: stage {stage}'s op {op.name} has no time; cost the job again"
-                    )
-                try:
-                    call = _call(plan, stage, programs[item.part], op)
-                except ValueError as error:
-                    faults.append(f"window {name}: {error}")
-                except PlanError as error:
-                    faults += [str(fault) for fault in error.faults]
-        op_us.append(time_us or 0.0)
+            stage, _ = window.parts[item.part]
+            op, _ = programs[item.part][str(item.ref)]
+            if faults := missing_times(plan.costs, stage, [op]):
+                raise PlanError("cannot simulate the plan", faults)
+            time_us = time_of(plan.costs, stage, op)
+            call = _call(plan, stage, programs[item.part], op)
+        op_us.append(time_us)
         ops.append(op)
         calls.append(call)
-    if faults:
-        raise PlanError("cannot simulate the plan", list(dict.fromkeys(faults)))
     segments = _segments(plan, window, op_us, ops, calls)
     stretches = tuple(range(segment.first, segment.last) for segment in segments)
-    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(ops), tuple(calls))
+    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(calls))
 
 
 def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
-    """The collective that an op starts or waits for. Raises ValueError when it cannot be found."""
-    started = op
-    if op.target == WAIT:
-        result = programs.get(op.uses[0]) if op.uses else None
-        if result is None or result[0].collective is None:
-            raise ValueError(f"stage {stage}'s op {op.name} waits for what no op of the stage starts")
-        started = result[0]
-    collective: Collective | None = started.collective
+    """The collective that an op starts or waits for."""
+    started, phase = programs[op.uses[0] if op.target == WAIT else op.name]
+    collective = started.collective
     if collective is None:
         return None
-    communicator = next((result for result in plan.communicators if result.name == collective.axis), None)
-    if communicator is None:
-        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
+    communicator = plan.communicator(collective.axis)
     pp_ranks = communicator.ranks if communicator.joins_pp_ranks else ()
-    if pp_ranks and plan.rank_of(stage) not in pp_ranks:
-        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that has its rank")
     time = collective_time(plan.costs, plan.job, communicator, collective)
-    key = (stage, programs[started.name][1], started.name)
-    return Call(
-        *(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started),
-        sums=bool(started.sums),
-    )
+    key = (stage, phase, started.name)
+    return Call(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started)
 
 
 def _segments(

@@ -14,20 +14,21 @@ Uses the process group; no Runner is there yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
+from stretto.files.settings_file import flat
 from stretto.files.whole_file import saving
 from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
 from stretto.saving.folder import PROBE, look, refuse_apart, write_probe
 from stretto.train.checkpoint_files import CheckpointState, put_back, read_kept
-from stretto.train.lock import RunLock, folders_of
+from stretto.train.lock import folders_of, locked
 from stretto.train.task import Task
 from stretto.train.world import World
 
@@ -47,11 +48,11 @@ Checkpoint = tuple[CheckpointState, Path]
 """Its state, and where it is."""
 
 
-def take_folders(world: World, settings: TrainSettings, lock: RunLock) -> None:
-    """Step 1; every rank must call it. Raises the same StrettoError on all ranks."""
+def take_folders(world: World, settings: TrainSettings, locks: ExitStack) -> None:
+    """Step 1, until `locks` is closed; every rank must call it. Raises the same StrettoError on all ranks."""
 
     def take() -> None:
-        lock.take(folders_of(settings))
+        locks.enter_context(locked(folders_of(settings)))
         with saving(settings.checkpoint_dir):
             put_back(settings.checkpoint_dir)
 
@@ -160,15 +161,6 @@ def check_compatible(
         for key in differing
         if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)
     ]
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`training.steps`, value) for each value in a tree."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def check_shared(world: World, folder: Path) -> None:

@@ -16,9 +16,9 @@ function of the seed and the step, so that resuming needs no state.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
+import mmap
 import shutil
 import time
 import zlib
@@ -35,10 +35,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from stretto.config import DataSettings
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 from stretto.files.kept import cache_dir
 from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
+from stretto.files.whole_file import saving
 from stretto.train import text as bpe
 from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
@@ -51,8 +52,6 @@ FILES = ("tokenizer.json", "train.npy", "held_out.npy")
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
 MANIFEST = "manifest.json"
-READ_BYTES = 1 << 20
-"""How much is read at once for a checksum."""
 
 
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -227,15 +226,15 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
     """The folder `cache_dir/key`; when it is absent or damaged, `build(folder)` first writes its files.
 
     One process builds and the others wait. A damaged folder is built again, which `say` reports. Raises
-    StrettoError when the disk is full, UsageError when `cache_dir` cannot be written; other errors of
-    `build` go through. Nothing half-built stays.
+    StrettoError when `cache_dir` cannot be written; other errors of `build` go through. Nothing half-built
+    stays.
     """
     target = cache_dir / key
     # Looked at without the lock first, so that a cache can be used by those who may not write it.
     if fault(target) is None:
         return target
     partial = cache_dir / f"{key}.partial"
-    try:
+    with saving(f"{cache_dir} (data.cache_dir)"):
         cache_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(cache_dir / f"{key}.lock")
         try:
@@ -259,16 +258,6 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StrettoError(
-                f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
-                "free some space, or set data.cache_dir to a folder on another disk"
-            ) from error
-        raise UsageError(
-            f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder "
-            "that you may write"
-        ) from error
     return target
 
 
@@ -291,11 +280,8 @@ def fault(folder: Path) -> str | None:
 
 
 def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return zlib.crc32(content)
 
 
 # Batches.

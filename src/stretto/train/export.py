@@ -46,7 +46,8 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     is_text = read_state(checkpoint).settings.get("task") is None
     tokenizer = read_kept(checkpoint) if is_text else None
     model, settings = load_model(checkpoint, task_file)
-    if not isinstance(model, GPT) and not _is_huggingface(model):
+    library = sys.modules.get("transformers")  # which is not imported to find out that a model is none of it
+    if not isinstance(model, GPT) and not (library and isinstance(model, library.PreTrainedModel)):
         raise UsageError(
             f"{checkpoint} is of a task of your own (task.file), whose model is a {type(model).__name__}, "
             "and export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
@@ -74,12 +75,6 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
-
-
-def _is_huggingface(model: object) -> bool:
-    """Whether a model is one of `transformers`, which is not imported to find out that it is none."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _save_huggingface(model: object, pretrained: str | None, output: Path) -> None:

@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from threading import Lock
@@ -19,17 +17,16 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capturing.evaluation import capture_evaluation
-from stretto.capturing.trace import PLAIN
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
 from stretto.files.typed_file import to_line
-from stretto.ir.axes import WITHIN
 from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.ir.serialize import CODEC, job_text
+from stretto.measure.measured import merged
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
 from stretto.order.policies import BUILT_IN, DEFAULT
@@ -54,7 +51,7 @@ class Evaluation:
         batch: Any,
         loss: Loss,
         *,
-        parallel: ParallelSettings | None = None,
+        parallel: ParallelSettings,
         tp_plan: Mapping[str, Any] | None = None,
         order: str = DEFAULT,
         steps: int | None = None,
@@ -62,21 +59,14 @@ class Evaluation:
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, cp, ep nor AMPipe shards the model. order,
-        steps, search_s, kept: as in `stretto.plan`, for its forwards.
+        captured with. order, steps, search_s, kept: as in `stretto.plan`, for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
         """
-        layout, trained = PLAIN, runner.plan.job
-        if parallel is not None:
-            degree = trained.chunks if parallel.ampipe_degree == "auto" else None
-            layout = layout_of(model, parallel, tp_plan, degree)
-        elif any(trained.size(axis) > 1 for axis in (*WITHIN, "ep")) or trained.chunks > 1:
-            raise UsageError(
-                "the model is sharded over tensor-, context- or expert-parallel ranks, or cut in chunks: "
-                "give the parallel= that its training was captured with"
-            )
+        trained = runner.plan.job
+        degree = trained.chunks if parallel.ampipe_degree == "auto" else None
+        layout = layout_of(model, parallel, tp_plan, degree)
         with _CAPTURING:
             job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
@@ -89,12 +79,7 @@ class Evaluation:
 
         def measured() -> Costs:
             mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
-            # Ranks that do equal work measure about the same; all must plan with equal costs.
-            by_op: dict[tuple[int, str], list[float]] = defaultdict(list)
-            for measured in runner.transport.all_gather(dict(mine.op_us)):
-                for op, us in measured.items():
-                    by_op[op].append(us)
-            return replace(rest, op_us={op: statistics.median(times) for op, times in by_op.items()})
+            return replace(rest, op_us=merged(runner.transport.all_gather(dict(mine.op_us))))
 
         def planned() -> Plan:
             return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)
@@ -136,12 +121,10 @@ def _collectives(job: Job, costs: Costs) -> dict[tuple[str, str], CollectiveCost
     """The costs of collectives. Without dropout, attention may have another kernel than in training, and its
     ranks send otherwise: what training does not send counts as the slowest that it does on that axis."""
     result = dict(costs.collectives)
-    for op in (op for stage in job.stages for ops in stage.ops.values() for op in ops):
-        sent = op.collective
-        known = (
-            [] if sent is None else [one for (axis, _), one in costs.collectives.items() if axis == sent.axis]
-        )
-        if sent is not None and known:
-            slowest = max(known, key=lambda one: one.curve.us(sent.nbytes))
-            result.setdefault((sent.axis, sent.kind), slowest)
+    for sent in (op.collective for stage in job.stages for ops in stage.ops.values() for op in ops):
+        if sent is not None:
+            known = [one for (axis, _), one in costs.collectives.items() if axis == sent.axis]
+            if known:
+                slowest = max(known, key=lambda one: one.curve.us(sent.nbytes))
+                result.setdefault((sent.axis, sent.kind), slowest)
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -144,8 +143,3 @@ class Interrupts(Stops):
                 for signum in numbers:
                     if signum in SIGNALS and not self._left.wait(self.stuck_s):
                         self._stuck(self.received or Interrupted(signum))
-
-
-def end_at_once(interrupted: Interrupted) -> None:
-    """For a process with nothing to print: end it from any thread."""
-    os._exit(interrupted.status)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
 
-from stretto.batch.loss import Loss
 from stretto.config import DecoderSettings, HuggingFaceSettings, PlanningSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept, cache_dir
@@ -27,7 +24,7 @@ from stretto.models.weight_files import weights_folder, weights_of
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.checkpoint_files import latest_in
-from stretto.train.task import check_files, own_task
+from stretto.train.task import Task, check_files, own_task
 
 if TYPE_CHECKING:
     from stretto.capturing.captures import Captures
@@ -37,33 +34,25 @@ REUSE = "STRETTO_REUSE"
 """Environment variable: comes before the setting `planning.reuse`; "auto" only before "off"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """model: makes it; batch: of a step, of which shapes and dtypes count; unit, size: in what speed is
-    counted, and how many of it a sample has."""
-
-    model: Callable[[], nn.Module]
-    batch: Any
-    loss: Loss
-    unit: str
-    size: int
-
-
-def trained(settings: TrainSettings, rows: int | None = None) -> Trained:
-    """What a run of these settings trains. rows: of the batch, the run's own without it. Raises UsageError
-    for a task that cannot be made."""
+def trained(settings: TrainSettings) -> Task:
+    """What a run of these settings trains, as far as planning asks: no text is read, and batches of text have
+    no values. Raises UsageError for a task that cannot be made."""
     check_files(settings)
-    seed, rows = settings.training.seed, settings.training.global_batch if rows is None else rows
     if settings.task is not None:
-        task = own_task(settings.task, seed)
-        return Trained(task.model, task.train(0, rows), task.loss, task.unit, task.size)
+        return own_task(settings.task, settings.training.seed)
     length = settings.data.sequence_length
-    return Trained(
-        partial(build_model, settings.model, likely_vocab_size(settings), seed),
-        torch.empty(rows, length + 1, dtype=torch.int64, device="meta"),
-        counted_loss_function(settings.model),
-        "tokens",
-        length,
+
+    def batch(_: int, rows: int) -> torch.Tensor:
+        return torch.empty(rows, length + 1, dtype=torch.int64, device="meta")
+
+    return Task(
+        model=partial(build_model, settings.model, likely_vocab_size(settings), settings.training.seed),
+        loss=counted_loss_function(settings.model),
+        train=batch,
+        held_out=batch,
+        digest="",
+        unit="tokens",
+        size=length,
     )
 
 
@@ -89,7 +78,8 @@ def captures_of(settings: TrainSettings, description: Description | None) -> Cap
     of = trained(settings)
     with torch.device("meta"):
         model = of.model()
-    return Captures(model, of.batch, of.loss, dtype=DTYPES[settings.precision], device=device_of(description))
+    batch, dtype = of.train(0, settings.training.global_batch), DTYPES[settings.precision]
+    return Captures(model, batch, of.loss, dtype=dtype, device=device_of(description))
 
 
 def refuse_early(settings: TrainSettings) -> None:
@@ -98,25 +88,21 @@ def refuse_early(settings: TrainSettings) -> None:
     else can be wrong with a model, its capture refuses."""
     parallel = settings.parallel
     plain = parallel.tp == parallel.cp == parallel.ep == parallel.ampipe_degree == 1
-    if settings.task is not None:
-        if not plain:
-            with without_values():
-                layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, silent)
+    if plain and settings.task is not None:
         return
-    resume = settings.checkpoint.resume
+    of, resume = trained(settings), settings.checkpoint.resume
     # Of a run that goes on, its checkpoint's weights count.
     goes_on = resume not in ("auto", "never") or (
         resume == "auto" and latest_in(settings.checkpoint_dir) is not None
     )
     if settings.model.pretrained is not None and not goes_on:
         with hollow():
-            model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
+            model = of.model()
         weights_of(model, weights_folder(settings.model.pretrained))
     with without_values():
-        model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
-        if plain:
-            return
-        layout_of_run(model, settings, silent)
+        model = of.model()
+        if not plain:
+            layout_of_run(model, settings, silent)
 
 
 def likely_vocab_size(settings: TrainSettings) -> int:

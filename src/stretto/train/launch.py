@@ -9,12 +9,6 @@ ends, it ends with one message and the right status.
 
 A single rank needs no process of its own. A rank of our own launcher records its failure and prints nothing;
 one that was started by something else prints its own.
-
-    stretto train           ends its ranks (SIGTERM, after 30 s SIGKILL) when one fails or it gets a signal;
-      |  starts, watches    kills a rank that is stopped (`failure`); prints the one message
-      v
-    rank 0 .. n-1           each watches the launcher (`failure`), beats for its neighbour (`peers`), records
-                            its failure (`failure`), and ends at a signal (`interrupt`)
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.files.say import Say, silent
+from stretto.files.say import Say
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -53,8 +47,8 @@ from stretto.train.failure import (
     recorded_failures,
     watching_ranks,
 )
-from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.job import kept_by, layout_of_run, refuse_early
+from stretto.train.interrupt import Interrupted, Interrupts
+from stretto.train.job import kept_by, refuse_early
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
 from stretto.train.task import task_of
@@ -85,7 +79,10 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     Returns the exit status. Raises StrettoError and its kin for what is refused before ranks are started, or
     by a single rank.
     """
-    check_tensorboard(settings.output.tensorboard)
+    if settings.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
+        )
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
     kept_by(settings)
@@ -98,7 +95,7 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     def stuck(interrupted: Interrupted) -> None:
         with suppress(Exception):
             progress.let_go()
-        end_at_once(interrupted)
+        os._exit(interrupted.status)
 
     with Interrupts(stuck) as interrupts, progress:
         try:
@@ -115,26 +112,15 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
             return error.status
 
 
-def check_tensorboard(wanted: bool) -> None:
-    """Raise UsageError, before anything is started, if TensorBoard was asked for and is not there."""
-    if wanted and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
-        )
-
-
 def _check(settings: TrainSettings, say: Say) -> None:
-    """Step 1: make the tokens, which every rank then finds ready, and build the model without values, to see
-    whether its layout fits it."""
+    """Step 1: make the tokens, which every rank then finds ready, and for which the model must have room."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-
     task = task_of(settings, say)
     with torch.device("meta"):
-        model = task.model()
-    layout_of_run(model, settings, silent)  # rank 0 prints its notes
+        task.model()
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))
@@ -144,7 +130,6 @@ def _check(settings: TrainSettings, say: Say) -> None:
 
 
 def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:
-    """Step 2."""
     with (
         tempfile.TemporaryDirectory(prefix="stretto-") as name,
         _environment(settings, records := Path(name), started_at_s),

@@ -30,30 +30,17 @@ OWNER = ".owner.json"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot lock, where `filelock` has no way of its own."""
 
-Folders = Iterable[tuple[str, Path]]
-"""(the setting that moves it, folder)"""
 
+def locked(folders: Iterable[tuple[str, Path]]) -> ExitStack:
+    """Lock folders, which are created, until what is returned is closed or the process ends. folders: each
+    with the setting that moves it.
 
-class RunLock:
-    """Locks on folders, from `take` to `release` or the process' end."""
-
-    def __init__(self) -> None:
-        self._locks = ExitStack()
-
-    def take(self, folders: Folders) -> None:
-        """Lock each folder, which is created.
-
-        Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked
-        then.
-        """
-        with ExitStack() as locks:
-            for setting, folder in folders:
-                _lock(locks, setting, folder)
-            self._locks = locks.pop_all()
-
-    def release(self) -> None:
-        """Others may have the folders; to call it twice is harmless."""
-        self._locks.close()
+    Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked then.
+    """
+    with ExitStack() as locks:
+        for setting, folder in folders:
+            _lock(locks, setting, folder)
+        return locks.pop_all()
 
 
 def folders_of(settings: TrainSettings) -> list[tuple[str, Path]]:

@@ -49,51 +49,45 @@ POLL_S = 0.05
 _FIRST = "stretto/lost"
 
 
-class Heartbeat:
-    """Beats while the context lasts. lost: called by the thread with the number of a rank that is missed and
+@contextmanager
+def heartbeat(world: World, lost: Callable[[int, str], None]) -> Iterator[None]:
+    """Beat while the context lasts. lost: called by the thread with the number of a rank that is missed and
     the phase that it entered last."""
+    if world.store is None or world.size == 1 or not hasattr(world.store, "clone"):
+        yield
+        return
+    # A connection of its own: on the job's, a call that waits keeps all others out.
+    store, over = world.store.clone(), threading.Event()
+    store.set_timeout(timedelta(seconds=BEAT_STORE_S))
+    thread = threading.Thread(target=_beat, args=(world, store, over, lost), name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT_S)
 
-    def __init__(self, world: World, lost: Callable[[int, str], None]) -> None:
-        self._world = world
-        self._lost = lost
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Heartbeat:
-        store = self._world.store
-        if store is not None and self._world.size > 1 and hasattr(store, "clone"):
-            # A connection of its own: on the job's, a call that waits keeps all others out.
-            self._store = store.clone()
-            self._store.set_timeout(timedelta(seconds=BEAT_STORE_S))
-            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(BEAT_S)
-
-    def _beat(self) -> None:
-        """Steps 1 and 2."""
-        own, watched = self._world.rank, (self._world.rank + 1) % self._world.size
-        beats_of = f"stretto/beat/{watched}"
-        neighbour, beats = Neighbour(time.monotonic()), 0
-        while not self._over.wait(BEAT_S if beats else 0.0):  # the first beat at once
-            asked_s, beats, silent = time.monotonic(), beats + 1, False
-            beat, ended = neighbour.beat, False
-            try:
-                self._store.set(f"stretto/beat/{own}", f"{beats} {current_phase()}")
-                beat = self._store.get(beats_of) if self._store.check([beats_of]) else b""
-                ended = self._store.check([f"stretto/ended/{watched}"])
-            except RuntimeError:
-                silent = True
-            if neighbour.is_lost(beat, ended, asked_s, time.monotonic()):
-                self._over.set()
-                gone = 0 if silent and not agent_keeps_store() else watched
-                self._lost(gone, beat.decode().partition(" ")[2])
-        with suppress(RuntimeError):
-            self._store.set(f"stretto/ended/{own}", "1")
+def _beat(world: World, store: Store, over: threading.Event, lost: Callable[[int, str], None]) -> None:
+    """Steps 1 and 2."""
+    watched = (world.rank + 1) % world.size
+    beats_of = f"stretto/beat/{watched}"
+    neighbour, beats = Neighbour(time.monotonic()), 0
+    while not over.wait(BEAT_S if beats else 0.0):  # the first beat at once
+        asked_s, beats, silent = time.monotonic(), beats + 1, False
+        beat, ended = neighbour.beat, False
+        try:
+            store.set(f"stretto/beat/{world.rank}", f"{beats} {current_phase()}")
+            beat = store.get(beats_of) if store.check([beats_of]) else b""
+            ended = store.check([f"stretto/ended/{watched}"])
+        except RuntimeError:
+            silent = True
+        if neighbour.is_lost(beat, ended, asked_s, time.monotonic()):
+            over.set()
+            gone = 0 if silent and not agent_keeps_store() else watched
+            lost(gone, beat.decode().partition(" ")[2])
+    with suppress(RuntimeError):
+        store.set(f"stretto/ended/{world.rank}", "1")
 
 
 class Neighbour:

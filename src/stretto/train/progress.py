@@ -99,7 +99,6 @@ class Progress:
                 self.say(f"  {self._line()}")
 
     def _line(self) -> str:
-        """The phase, or the step."""
         if self._step:
             return self._step
         took_s = time.monotonic() - self._begun_s

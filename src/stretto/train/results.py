@@ -29,7 +29,7 @@ from stretto.ir.timeline import Timeline
 from stretto.ir.work import Work, work_of
 from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.findings import stalls_grid
-from stretto.report.html import REPORT, lacks_page, write_page
+from stretto.report.html import REPORT, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
@@ -39,7 +39,6 @@ from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
 from stretto.train.task import Task
-from stretto.train.world import World
 
 TRACE = "trace.perfetto-trace"
 METRICS = "metrics.jsonl"
@@ -50,19 +49,6 @@ BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", MET
 """What it has from its beginning."""
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
-
-
-NAMES = {
-    "loss": "loss/train",
-    "held_out_loss": "loss/held_out",
-    "lr": "optimizer/lr",
-    "grad_norm": "optimizer/grad_norm",
-    "tokens_per_s": "speed/tokens_per_s",
-    "tokens_per_s_per_device": "speed/tokens_per_s_per_device",
-    "mfu": "speed/mfu",
-    "exposed_fraction": "speed/exposed_fraction",
-}
-"""Key of a line -> name of the scalar in TensorBoard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +116,6 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
         note = " (open it at https://ui.perfetto.dev)" if what == "trace" else ""
         say(f"{what:<11}{path}{note}")
     say(f"done in {duration(time.time() - results.started_at_s)}")
-
-
-def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Rank 0 writes the report of a run that was killed between its summary and its report. Raises
-    StrettoError when it cannot be written."""
-    if world.rank == 0 and lacks_page(run_dir):
-        with saving(run_dir):
-            write_page(load_run(run_dir))
-        say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
 
 def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
@@ -269,9 +246,9 @@ class Metrics:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._board is not None:
-            for key, name in NAMES.items():
-                if key in line:
-                    self._board.add_scalar(name, line[key], line["step"])
+            for key, value in line.items():
+                if isinstance(value, int | float) and key != "step":
+                    self._board.add_scalar(key, value, line["step"])
 
     def __enter__(self) -> Metrics:
         return self

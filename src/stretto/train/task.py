@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from traceback import extract_tb, format_tb
-from types import TracebackType
+from traceback import extract_tb, format_list, walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from stretto.batch.loss import Loss
@@ -138,29 +136,23 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
 def of_user(error: BaseException) -> str | None:
     """The message for an error that the code of a task's file raised, or let through, later than its function
     `task`: file, function and line, and what of the traceback is from there on. None for others."""
-    own = error.__traceback__
-    while own is not None and not _is_own(own):
-        own = own.tb_next
-    if own is None:
+    frames = [*walk_tb(error.__traceback__)]
+    own = [
+        at
+        for at, (frame, _) in enumerate(frames)
+        if str(frame.f_globals.get("__name__", "")).startswith(MODULE)
+    ]
+    if not own:
         return None
-    last = own
-    below = own.tb_next
-    while below is not None:
-        last = below if _is_own(below) else last
-        below = below.tb_next
-    trace = "".join(format_tb(own)).rstrip()
+    last, line = frames[own[-1]]
+    trace = "".join(format_list(extract_tb(error.__traceback__)[own[0] :])).rstrip()
     return (
-        f"task.file: {own.tb_frame.f_code.co_name}() in {last.tb_frame.f_code.co_filename}, line "
-        f"{last.tb_lineno}, ended with {_in_words(error)}\n{trace}\n{_in_words(error)}"
+        f"task.file: {frames[own[0]][0].f_code.co_name}() in {last.f_code.co_filename}, line "
+        f"{line}, ended with {_in_words(error)}\n{trace}\n{_in_words(error)}"
     )
 
 
-def _is_own(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(MODULE)
-
-
 def _line(error: BaseException, path: Path) -> str:
-    """Where in the file it was raised."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
     lines += [error.lineno] if isinstance(error, SyntaxError) else []
     return f", line {lines[-1]}" if lines else ""
@@ -192,9 +184,9 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
     def report(model: nn.Module, folder: Path, say: Say) -> Mapping[str, Any]:
         # int64 because tokens are stored in the smallest type that fits them.
         prompt = torch.from_numpy(data.held_out.tokens[:SAMPLE_PROMPT_TOKENS].astype("int64"))
-        before, after = write_sample(
-            model, data.tokenizer, prompt, training.sample_tokens, length, training.seed
-        )
+        generator = torch.Generator().manual_seed(training.seed)
+        ids = generate(model, prompt, training.sample_tokens, SAMPLE_TEMPERATURE, generator, length).tolist()
+        before, after = (data.tokenizer.decode(part) for part in (ids[: len(prompt)], ids[len(prompt) :]))
         say("")
         say(f"a sample, continuing held-out text {before!r}:")
         for line in after.splitlines():
@@ -233,13 +225,3 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         differing="the text differs, or the tokenizers package",
         vocab_size=data.vocab_size,
     )
-
-
-def write_sample(
-    model: nn.Module, tokenizer: Tokenizer, prompt_ids: torch.Tensor, tokens: int, context: int, seed: int
-) -> tuple[str, str]:
-    """The text of `prompt_ids` (S,) and the `tokens` tokens that the model continues it with."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = generate(model, prompt_ids, tokens, SAMPLE_TEMPERATURE, generator, context).tolist()
-    start = len(prompt_ids)
-    return tokenizer.decode(ids[:start]), tokenizer.decode(ids[start:])

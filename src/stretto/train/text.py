@@ -263,23 +263,13 @@ def encode(
     tokens.
     """
     dtype = token_dtype(count(tokenizer))
-    before = np.array(begin, dtype=dtype)
-    behind = np.array([end], dtype=dtype)
-    nothing = before[:0]
 
     def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:
         encodings = tokenizer.encode_batch_fast([piece for piece, _, _ in group], add_special_tokens=False)
-        return np.concatenate(
-            [
-                ids
-                for (_, begins, ends), encoding in zip(group, encodings, strict=True)
-                for ids in (
-                    before if begins else nothing,
-                    np.array(encoding.ids, dtype=dtype),
-                    behind if ends else nothing,
-                )
-            ]
-        )
+        ids: list[int] = []
+        for (_, begins, ends), encoding in zip(group, encodings, strict=True):
+            ids += [*(begin if begins else ()), *encoding.ids, *((end,) if ends else ())]
+        return np.array(ids, dtype=dtype)
 
     group: list[tuple[str, bool, bool]] = []  # piece, whether its document begins and ends with it
     chars = 0

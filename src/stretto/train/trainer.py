@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.files.say import silent
+from stretto.files.whole_file import saving
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.planning.make_plan import plan as make_plan
+from stretto.report.html import REPORT, write_page
 from stretto.report.load import dropped_words
+from stretto.report.rundir import load_run
 from stretto.runtime import Runner
 from stretto.train import checkpoint
 from stretto.train.agreement import (
@@ -47,9 +50,8 @@ from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.job import kept_by, layout_of_run, move
-from stretto.train.lock import RunLock
 from stretto.train.optimizer import learning_rate, make_optimizer
-from stretto.train.peers import Heartbeat
+from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
     Metrics,
@@ -58,7 +60,6 @@ from stretto.train.results import (
     finish,
     is_finished,
     observed_line,
-    report_again,
     set_earlier_aside,
     speed_line,
 )
@@ -83,24 +84,21 @@ class Trainer:
         self._step_s: list[float] = []
         self._held_out_at: tuple[int, float] | None = None
         self._seen: ObservedRun | None = None
-        self._lock = RunLock()
+        self._locks = ExitStack()
 
     def run(self) -> None:
         """Steps 1 to 5; every rank must call it. Raises StrettoError for what the user can mend."""
         try:
-            self._run()
+            with heartbeat(self.world, self.missed):
+                results = self._trained()
+            # They part here, because a long sample may take more time than they would wait for rank 0.
+            leave(self.world)
+            enter_phase("the report")
+            if results is not None and self.world.rank == 0:
+                finish(results, self.progress.say)
         finally:
             self.progress.stop()  # also where it has ended before its first step
-            self._lock.release()
-
-    def _run(self) -> None:
-        with Heartbeat(self.world, self.missed):
-            results = self._trained()
-        # They part here, because a long sample may take more time than they would wait for rank 0.
-        leave(self.world)
-        enter_phase("the report")
-        if results is not None and self.world.rank == 0:
-            finish(results, self.progress.say)
+            self._locks.close()
 
     def _trained(self) -> Results | None:
         """Steps 1 to 4, and the held-out loss; None for a run that had come to its end before."""
@@ -133,7 +131,7 @@ class Trainer:
         if note is not None and not is_launched():  # the launcher has printed it
             say(f"note: {note}")
         begin("looking at data and checkpoints")
-        take_folders(self.world, settings, self._lock)
+        take_folders(self.world, settings, self._locks)
         # The launcher has prepared it, and printed so.
         task = task_of(settings, silent if is_launched() else say)
         start = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
@@ -141,7 +139,9 @@ class Trainer:
             for line in check_compatible(*start, settings, task):
                 say(f"note: {line}")
         if self._is_finished(start):
-            report_again(self.world, settings.run_dir, say)
+            if self.world.rank == 0 and not (settings.run_dir / REPORT).exists():  # it was killed before that
+                with saving(settings.run_dir):
+                    write_page(load_run(settings.run_dir))
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
                 "training.steps higher to go on, start again with --no-resume, which keeps what is there, or "

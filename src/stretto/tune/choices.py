@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stretto.capturing import DEGREES
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
+from stretto.config.parallel import IDLE
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of, parse_value
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
@@ -23,9 +25,6 @@ LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_d
 KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
 """Those that are chosen."""
 
-DEGREES = (1, 2, 4)
-"""AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
-
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""
 
@@ -34,15 +33,6 @@ AUTO_STAGES = 2
 
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What the backward may compute again, the least first."""
-
-ABOUT = {
-    "tp": ("sequence_parallel", "tp_plan"),
-    "cp": ("cp_kind",),
-    "ep": ("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"),
-    "ampipe_degree": ("ampipe_capacity",),
-}
-"""Keys that settings refuse where the key that they are about is 1: they are left out there."""
-
 
 LONG = 8192
 """Tokens of a sample from which ranks may share them. Assumed: fewer are shared better by other axes."""
@@ -102,11 +92,9 @@ class Candidate:
         usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
         changes |= {"schedule": self.schedule, "recompute": self.recompute}
         changes["virtual_stages"] = None if usual else self.virtual_stages
-        for key, others in ABOUT.items():
-            if changes[key] == 1:
-                changes |= dict.fromkeys(others)
-        if self.layout.ep == self.layout.ampipe_degree == 1:
-            changes["ep_plan"] = None
+        for key, (_, wanted) in IDLE.items():
+            if all(changes[one] == 1 for one in wanted):
+                changes[key] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
         for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute"):
@@ -215,7 +203,7 @@ class Choices:
         """Other numbers of chunks, where there is something that chunks can hide."""
         if "ampipe_degree" in self.fixed or layout.tp == layout.ep == 1:
             return ()
-        others = (replace(layout, ampipe_degree=degree) for degree in DEGREES if degree > 1)
+        others = (replace(layout, ampipe_degree=degree) for degree in DEGREES)
         return tuple(one.ampipe_degree for one in others if self.allowed(self.plain(one)))
 
     def own(self) -> Candidate | None:

@@ -57,11 +57,8 @@ class Estimate:
 
 def mesh_of(layout: LayoutChoice) -> Mesh:
     """The mesh of a layout."""
-    sizes = (
-        *(("pp", layout.pp), ("dp", layout.dp // layout.ep), ("cp", layout.cp)),
-        *(("ep", layout.ep), ("tp", layout.tp)),
-    )
-    return Mesh(tuple((axis, size) for axis, size in sizes if size > 1 or axis == "pp"))
+    sizes = {"dp": layout.dp // layout.ep, "cp": layout.cp, "ep": layout.ep, "tp": layout.tp}
+    return Mesh((("pp", layout.pp), *((axis, size) for axis, size in sizes.items() if size > 1)))
 
 
 def bound_us(layout: LayoutChoice, work: BlockWork, virtual: bool = True) -> float:
@@ -159,7 +156,6 @@ def estimate(
 
 
 def _times(schedule: Schedule, work: BlockWork, shares: Sequence[float], message_us: float) -> PhaseTimes:
-    """What stages with these shares of the work take."""
     exposure = work.exposure
     split = any(action.phase is Phase.W for action in schedule.actions(0))
     backward = exposure.phases[1:] if split else (exposure.backward, exposure.backward)

@@ -226,7 +226,6 @@ class Search:
         return self._short_us | {candidate: one.step_us for candidate, one in self._plans.items()}
 
     def _ranked(self) -> list[Candidate]:
-        """The fastest first."""
         known_us = self._known_us()
         return sorted(known_us, key=lambda one: (known_us[one], one))
 

@@ -1,8 +1,8 @@
 """Pieces of a tuning's work and what comes of them: a block is priced, a short step simulated, a plan made.
 
 Each process does one piece at a time, and keeps what it traced. Processes are started again (spawned), so
-that they share nothing with the one that asks. Signals are left to that one; where it closes its end of their
-pipe, or ends without a word, they end as well.
+that they share nothing with the one that asks. Signals are left to that one; where it ends without a word,
+they end as well.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from traceback import extract_tb
 from typing import Any
 
@@ -203,9 +202,9 @@ class Workers:
     ) -> None:
         self._count = count
         self._of = (settings, devices, cluster, dict(fixed))
-        self._all: list[_Process] = []
-        self._free: list[_Process] = []
-        self._busy: dict[Future[Answer], tuple[Asked, _Process]] = {}
+        self._all: list[BaseProcess] = []
+        self._free: list[Connection] = []
+        self._busy: dict[Connection, Asked] = {}
 
     def __enter__(self) -> Workers:
         try:
@@ -219,13 +218,24 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         """End all of them, whatever they do."""
         for process in self._all:
-            process.ours.close()
+            process.kill()
         for process in self._all:
-            process.pool.shutdown(cancel_futures=True)
+            process.join()
 
     def _start(self) -> None:
-        self._all.append(_Process(self._of))
-        self._free.append(self._all[-1])
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, *self._of), daemon=True)
+        # Blocked signals stay so in what is started: Ctrl-C, and what a scheduler sends to all processes, is
+        # for the one that asks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._all.append(process)
+        self._free.append(ours)
 
     @property
     def free(self) -> bool:
@@ -234,63 +244,47 @@ class Workers:
 
     def give(self, asked: Asked) -> None:
         """Let one that is free begin."""
-        process = self._free.pop()
-        try:
-            future = process.pool.submit(_do, asked)
-        except BrokenProcessPool as error:  # it ended while it had nothing to do
-            future = Future()
-            future.set_exception(error)
-        self._busy[future] = asked, process
+        pipe = self._free.pop()
+        with suppress(OSError):  # it ended while it had nothing to do, which shows as its answer is read
+            pipe.send(asked)
+        self._busy[pipe] = asked
 
     def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
-        """What was done within so many seconds; returns at once when something was."""
+        """What was done within so many seconds; returns at once when something was. Raises what
+        keeps a process from beginning."""
         answers: list[tuple[Asked, Answer]] = []
-        for future in wait(self._busy, timeout_s, FIRST_COMPLETED).done:
-            asked, process = self._busy.pop(future)
+        for pipe in wait(list(self._busy), timeout_s):
+            assert isinstance(pipe, Connection)
+            asked = self._busy.pop(pipe)
             try:
-                answers.append((asked, future.result()))
-                self._free.append(process)
-            except BrokenProcessPool:
+                answer: Answer | Exception = pipe.recv()
+            except (EOFError, OSError):
                 self._start()
                 why = "its process was ended from outside; this machine's memory may be too small"
                 answers.append((asked, Refused(asked.candidate, why)))
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            self._free.append(pipe)
+            answers.append((asked, answer))
         return answers
 
 
-class _Process:
-    """One process, which is an executor of its own: where it is killed, only its piece is lost. It ends when
-    `ours` is closed, whatever it does."""
-
-    def __init__(self, of: tuple[object, ...]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.ours, theirs = context.Pipe()
-        # Blocked signals stay so in what is started: Ctrl-C, and what a scheduler sends to all processes, is
-        # for the one that asks.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.pool = ProcessPoolExecutor(1, context, partial(_begin, theirs, *of))
-            self.pool.submit(int)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-
-
-_work: Callable[[], Work]
-"""Of a process; made for its first piece, so that a refusal goes to the one that asks."""
-
-
-def _begin(pipe: Connection, *of: Any) -> None:
-    global _work
-    _work = cache(partial(Work, *of))
+def _serve(pipe: Connection, *of: Any) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_end_with_the_asker, daemon=True).start()
+    try:
+        work = Work(*of)
+    except Exception as error:
+        pipe.send(error)
+        return
+    while True:
+        pipe.send(work.do(pipe.recv()))
 
 
-def _end_with(pipe: Connection) -> None:
+def _end_with_the_asker() -> None:
     """A process that computes for long would not see that no one waits for it."""
-    pipe.poll(None)
+    asker = multiprocessing.parent_process()
+    assert asker is not None
+    asker.join()
     os._exit(1)
-
-
-def _do(asked: Asked) -> Answer:
-    return _work().do(asked)

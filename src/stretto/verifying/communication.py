@@ -94,34 +94,21 @@ class _StageProof:
             how = '"sum", ' if reductions else "sizes, " if kind.sized else ""
             yield "cannot be read", f"Write {op.target}(value, {how}axis, size) with one tensor as result"
             return
-        if reductions and op.args[1] not in reductions:
-            yield f"{op.target} knows no reduction {op.args[1]!r}", f"Use {' or '.join(reductions)}"
-        elif not kind.knows(op.how, op.args[-1]):
-            fix = "Name for each rank how many rows go to each, 0 or more"
-            yield f"names no sizes for {op.args[-1]} ranks", fix
-            return
         group = list(self.group(op))
         if group:
             yield from group
             return
         name, made, size = op.args[0].name, op.outputs[0], op.args[-1]
-        source = self.spec(name)
+        source, want = self.spec(name), None
+        if source is not None and kind.knows(op.how, size):
+            want = kind.shape(source.shape, size, op.how)
         assert made is not None
-        if op.alias is not None:
-            yield f"says that it is a view of {op.alias}", "A start makes its own buffer"
-        if source is None:
-            yield f"{name} is no tensor", "Communicate a single tensor"
-            return
-        # A reduction that is not known has its own fault.
-        shape = kind.shape(source.shape, size, reductions[0] if reductions else op.how)
-        gives = f"gives {made}, but the {kind.name} of {name}, {source}, over {size} ranks is"
-        if shape is None and kind.sized:
-            yield f"{gives} none", "Each rank must send all of its rows, and get as many as the others"
-        elif shape is None:
-            fix = f"Dim 0 must be a multiple of {size}" if source.shape else "Give it a dim 0"
-            yield f"{gives} none", fix
-        elif (made.shape, made.dtype) != (shape, source.dtype):
-            yield f"{gives} of shape {list(shape)} and dtype {source.dtype}", "Capture the job again"
+        if source is None or (made.shape, made.dtype, op.alias) != (want, source.dtype, None):
+            gives = f"{made}{f', a view of {op.alias}' if op.alias else ''}"
+            how = f" by {op.how!r}" if op.how else ""
+            of = f"{kind.name}{how} of {name}, {source or 'no tensor'}, over {size} ranks"
+            what = f"is {list(want)} of {source.dtype}, a buffer of its own" if source and want else "is none"
+            yield f"gives {gives}; but the {of}, {what}", "Capture the job again"
 
     def wait(self, op: Op) -> Found:
         """A wait's arguments, and that its result is the start's."""
@@ -153,15 +140,10 @@ class _StageProof:
             return
         name, dim = op.args[0].name, op.args[1]
         source = self.spec(name)
-        if source is None:
-            yield f"{name} is no tensor", "Take a part of a single tensor"
-        elif not 0 <= dim < len(source.shape):
-            yield f"{name}, {source}, has no dim {dim}", "Name a dim that it has"
-        else:
-            full = tuple(n * size if d == dim else n for d, n in enumerate(made.shape))
-            if (full, made.dtype) != (source.shape, source.dtype):
-                what = f"gives {made}, which is no part of {size} along dim {dim} of {name}, {source}"
-                yield what, "Capture the job again"
+        full = tuple(n * size if d == dim else n for d, n in enumerate(made.shape))
+        if source is None or not 0 <= dim < len(full) or (full, made.dtype) != (source.shape, source.dtype):
+            what = f"gives {made}, which is no part of {size} along dim {dim} of {name}, {source}"
+            yield what, "Capture the job again"
 
     def group(self, op: Op) -> Found:
         """Axis and size, the last two arguments, are the job's."""

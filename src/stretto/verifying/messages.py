@@ -19,7 +19,7 @@ Nothing here depends on the order in which the walk visits ranks: whatever can p
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from stretto.errors import listed
 from stretto.ir.plan import Plan
@@ -27,97 +27,71 @@ from stretto.verifying.fault import Fault
 from stretto.verifying.schedule import walk
 from stretto.verifying.trace import Event, EventKind, Message, ends_of, shown, trace_of
 
-Lanes = dict[str, list[Message]]
-"""By communicator: its messages, in the order of a rank."""
+BEFORE = {
+    EventKind.WAIT: (EventKind.RECV, "whose receive is not posted before", "Post the receive before it"),
+    EventKind.SENT: (EventKind.SEND, "which has not started before", "Move it after the run that sends it"),
+}
+"""What a wait needs before it, in words, and what to do."""
+
+ONCE = {
+    EventKind.SEND: ("not sent", "Run the window that sends it once for each"),
+    EventKind.SENT: ("nothing waits until it has left", "Add `sent` for each"),
+    EventKind.RECV: ("not received", "Add `recv` for each"),
+}
+"""What each message needs once: in words, where it is absent, and what to do."""
 
 
 def message_faults(plan: Plan) -> list[Fault]:
     """Every fault of the messages between ranks. References must be sound."""
     result: list[Fault] = []
-    sends: Lanes = defaultdict(list)
-    posts: Lanes = defaultdict(list)
+    lanes: dict[EventKind, dict[str, list[Message]]] = {kind: defaultdict(list) for kind in ONCE}
     for rank in range(plan.ranks):
-        events = list(trace_of(plan, rank))
-        for event in events:
-            if event.source == event.target:
-                continue
-            if event.kind is EventKind.SEND and event.source == rank:
-                sends[plan.lane_of(event.message[0])].append(event.message)
-            elif event.kind is EventKind.RECV and event.target == rank:
-                posts[plan.lane_of(event.message[0])].append(event.message)
-        result += _receives(plan, events)
-        result += _departures(plan, events)
-    for name in sorted({*sends, *posts}):
-        result += _one_order(plan, name, sends[name], posts[name])
-    result += _complete(plan, sends, posts)
+        seen: dict[EventKind, set[Message]] = {kind: set() for kind in EventKind}
+        for event in trace_of(plan, rank):
+            if event.op is None:
+                result += _event(plan, event, seen)
+                seen[event.kind].add(event.message)
+                if event.kind in ONCE and event.source != event.target:
+                    lanes[event.kind][plan.lane_of(event.message[0])].append(event.message)
+        result += _complete(plan, rank, seen)
+    for name, sends in sorted(lanes[EventKind.SEND].items()):
+        result += _one_order(plan, name, sends, lanes[EventKind.RECV][name])
     return result
 
 
-def _receives(plan: Plan, events: list[Event]) -> Iterator[Fault]:
-    """Each receive on the rank that its edge leads to, once, and posted before the run that waits."""
-    posted: dict[Message, int] = {}
-    for event in events:
-        source, target, microbatch = event.source, event.target, event.message[1]
-        if event.kind is not EventKind.RECV:
-            continue
-        if source == target:
-            yield event.fault(f"the value stays on rank {source}; there is no message", "Remove it")
-        elif target != event.rank:
-            what = f"the edge leads from rank {source} to rank {target}, not here"
-            yield event.fault(what, f"Move it to rank {target}")
-        elif not 0 <= microbatch < plan.job.microbatches:
-            fix = f"Microbatches count from 0 to {plan.job.microbatches - 1}"
-            yield event.fault(f"there is no microbatch {microbatch}", fix)
-        elif event.message in posted:
-            yield event.fault("the receive is posted twice", "Remove one of them")
-        else:
-            posted[event.message] = event.at
-    made: set[Message] = set()
-    for event in events:
-        if event.kind is EventKind.SEND:
-            made.add(event.message)
-        elif event.kind is EventKind.WAIT and event.source == event.target:
-            if event.message not in made:
-                source = plan.job.edges[event.message[0]].source
-                what = f"{_waits(plan, event)}, which stage {source} of the same rank has not made yet"
-                yield event.fault(what, f"Run stage {source} for that microbatch before it")
-        elif event.kind is EventKind.WAIT:
-            at, receive = posted.get(event.message), "`recv e{}:{}`".format(*event.message)
-            if at is None:
-                what = f"{_waits(plan, event)}, whose receive is never posted"
-                yield event.fault(what, f"Add {receive} before it")
-            elif at > event.at:
-                what = f"{_waits(plan, event)}, whose receive is posted later, at instruction {at}"
-                yield event.fault(what, f"Move {receive} before it")
+def _event(plan: Plan, event: Event, seen: Mapping[EventKind, set[Message]]) -> Iterator[Fault]:
+    """What one event does is due on its rank, and once, after what it needs. seen: what is before it."""
+    kind, message, source, target = event.kind, event.message, event.source, event.target
+    stays, bare = source == target, kind in (EventKind.RECV, EventKind.SENT)
+    before, lacks, fix = BEFORE.get(kind, (None, "", ""))
+    if stays and kind is EventKind.WAIT:
+        stage = plan.job.edges[message[0]].source
+        before, lacks = EventKind.SEND, f"which stage {stage} of the same rank has not made yet"
+        fix = f"Run stage {stage} for that microbatch before it"
+    if bare and stays:
+        yield event.fault(f"the value stays on rank {source}; there is no message", "Remove it")
+    elif bare and event.rank != (target if kind is EventKind.RECV else source):
+        yield event.fault(
+            f"the edge leads from rank {source} to rank {target}", "Move it there, or remove it"
+        )
+    elif bare and not 0 <= message[1] < plan.job.microbatches:
+        fix = f"Microbatches count from 0 to {plan.job.microbatches - 1}"
+        yield event.fault(f"there is no microbatch {message[1]}", fix)
+    elif kind in ONCE and message in seen[kind]:
+        yield event.fault(f"{kind} of {shown(plan, message)} is there twice", "Remove one of them")
+    elif before is not None and message not in seen[before]:
+        yield event.fault(f"waits for {shown(plan, message)}, {lacks}", fix)
 
 
-def _waits(plan: Plan, event: Event) -> str:
-    return f"waits for {shown(plan, event.message)}"
-
-
-def _departures(plan: Plan, events: list[Event]) -> Iterator[Fault]:
-    """Each send is waited for once, after it has started."""
-    started: dict[Message, Event] = {}
-    left: set[Message] = set()
-    for event in events:
-        if event.kind is EventKind.SEND and event.source != event.target:
-            started.setdefault(event.message, event)
-        elif event.kind is EventKind.SENT:
-            if event.message in left:
-                yield event.fault("waited for twice", "Remove one of them")
-            elif event.source != event.rank:
-                yield event.fault("the message is not sent from this rank", "Remove it")
-            elif event.message not in started:
-                what = "waits for a message that has not started"
-                yield event.fault(what, "Move it after the run that sends it")
-            left.add(event.message)
-    for message, event in started.items():
-        if message not in left:
-            name = f"e{message[0]}:{message[1]}"
-            what = (
-                f"nothing waits until {shown(plan, message)} has left; its buffer could be reused too early"
-            )
-            yield Fault(event.rank, f"send {name}", what, f"Add `sent {name}`")
+def _complete(plan: Plan, rank: int, seen: Mapping[EventKind, set[Message]]) -> Iterator[Fault]:
+    """Every edge between ranks carries one message for every microbatch. seen: what the rank does."""
+    for edge in plan.job.edges:
+        source, target = ends_of(plan, edge.index)
+        for kind, (lacks, fix) in ONCE.items() if source != target else ():
+            if rank == (target if kind is EventKind.RECV else source):
+                absent = [m for m in range(plan.job.microbatches) if (edge.index, m) not in seen[kind]]
+                if absent:
+                    yield Fault(rank, f"edge {edge}", f"{lacks} for microbatches {listed(absent)}", fix)
 
 
 def _one_order(plan: Plan, name: str, sends: list[Message], posts: list[Message]) -> Iterator[Fault]:
@@ -135,26 +109,6 @@ def _one_order(plan: Plan, name: str, sends: list[Message], posts: list[Message]
                 "Post the receives in the sender's order",
             )
             return
-
-
-def _complete(plan: Plan, sends: Lanes, posts: Lanes) -> Iterator[Fault]:
-    """Every edge between ranks carries one message for every microbatch."""
-    for edge in plan.job.edges:
-        source, target = ends_of(plan, edge.index)
-        if source == target:
-            continue
-        for rank, word, fix, lanes in (
-            (source, "sent", "Run the window that sends it once for each", sends),
-            (target, "received", f"Add `recv e{edge.index}:<microbatch>` once for each", posts),
-        ):
-            carried = [m for e, m in lanes[plan.lane_of(edge.index)] if e == edge.index]
-            have = set(carried)
-            if len(have) < plan.job.microbatches:
-                absent = listed(m for m in range(plan.job.microbatches) if m not in have)
-                yield Fault(rank, f"edge {edge}", f"not {word} for microbatches {absent}", fix)
-            if len(have) < len(carried) and word == "sent":
-                twice = listed(sorted(m for m in have if carried.count(m) > 1))
-                yield Fault(rank, f"edge {edge}", f"sent twice for microbatches {twice}", "Send it once")
 
 
 CURES = {

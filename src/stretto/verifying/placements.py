@@ -171,20 +171,16 @@ def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, Te
                 thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
                 if kept.zero:
                     continue
-                full = kept.is_full
-                if own.kind == "part" and kept.kind not in ("part", "local"):
-                    what = f"{its} is {kept}, but the parameter is {own}"
-                    yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
-                elif own.kind != "part" and not partial and not full and not thin:
-                    what = f"{its} differs between {axis} ranks, which all have it full, and is not summed"
-                    yield Fault(rank, where, what, f"Name {axis} in `partial`")
-                elif own.kind != "part" and partial and full:
-                    size = plan.job.size(axis)
-                    what = f"{its} is full on every {axis} rank, and would be counted {size} times"
-                    yield Fault(rank, where, what, f"Take {axis} out of `partial`")
-                elif own.kind != "part" and partial and kept.kind == "part" and not thin:
-                    what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"
-                    yield Fault(rank, where, f"{what} on {axis} ranks", "Give it no shard that fits")
+                if own.kind == "part":
+                    right = kept.kind in ("part", "local")
+                elif partial:
+                    right = not kept.is_full and (kept.kind != "part" or thin)
+                else:
+                    right = kept.is_full or thin
+                if not right:
+                    summed = "summed" if partial else "not summed"
+                    what = f"{its} is {kept} on {axis} ranks, but the parameter is {own}, and it is {summed}"
+                    yield Fault(rank, where, what, "Give the parameter the shard or `partial` that fits")
 
 
 def _kept(plan: Plan, axis: str, placers: list[Placer]) -> Iterator[Fault]:

@@ -19,16 +19,17 @@ orders can block each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 from stretto.ir.action import ONCE, Phase
 from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import LOSS, ItemKind, Plan
-from stretto.ir.program import STEP_LOSS, WAIT, Op
+from stretto.ir.program import STEP_LOSS, WAIT, Op, Parameter
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss, reduction
 from stretto.verifying.fault import Fault
-from stretto.verifying.trace import Event, EventKind, last_runs, trace_of
+from stretto.verifying.trace import Event, EventKind, trace_of
 
 TIES = PIPELINE
 """The axis along which copies of a tied gradient are summed."""
@@ -36,72 +37,62 @@ TIES = PIPELINE
 Position = tuple[int, int]
 """(instruction of a rank's order, item of its window), where something happens on a rank."""
 
+Wrong = Iterator[tuple[str, str]]
+"""What is wrong, and what to do about it."""
+
 
 def sum_faults(plan: Plan) -> list[Fault]:
     """Every fault of gradient reductions. References must be sound."""
     tied = tied_ranks(plan.job, plan.schedule.stage_ranks)
-    result = list(_programs(plan, tied))
+    result = list(_programs(plan))
     for rank in range(plan.ranks):
         result += _in_place(plan, rank)
-        result += _SumWalk(plan, rank, tied).faults()
+        result += _in_order(plan, rank, tied)
     result += _one_order(plan)
     return result
 
 
-def axis_of(plan: Plan, start: Op) -> str | None:
-    """What the op sums over; None if its communicator is for something else."""
-    if start.lane == LOSS or start.lane in dict(plan.job.axes):
-        return start.lane
-    return TIES if start.lane.startswith(TIED) else None
-
-
-def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
+def _programs(plan: Plan) -> Iterator[Fault]:
     """Starts and waits by themselves: each gradient once, of the right size, on a communicator for sums."""
-    job = plan.job
-    known = {parameter.tied_to: parameter for parameter in job.parameters}
-    for stage in job.stages:
+    known = {parameter.tied_to: parameter for parameter in plan.job.parameters}
+    for stage in plan.job.stages:
         rank, ops = plan.rank_of(stage.index), stage.ops.get(Phase.REDUCE_GRAD, ())
         if ops and plan.sums(rank) != ops:
             where, what = f"sums of stage {stage.index}", f"stage {stage.index} is not the first of its rank"
             yield Fault(rank, where, what, "Put all of a rank's into its first stage")
-        starts = {op.name: op for op in ops if op.target != WAIT}
+        made = {op.name: op.outputs for op in ops}
         waited = {op.uses[0] for op in ops if op.target == WAIT}
         for op in ops:
-            if op.target == WAIT:
-                if op.alias != op.uses[0] or op.outputs != starts[op.uses[0]].outputs:
-                    what = "is something else than the sum that it waits for"
-                    yield Fault(rank, op.name, what, "Give it that")
-                continue
-            axis, names = axis_of(plan, op), ", ".join(op.sums)
-            if len(op.args[0]) > len(op.sums):
-                yield Fault(rank, op.name, f"has a gradient twice: {names}", "Name each once")
-            if op.name not in waited:
-                yield Fault(rank, op.name, "no op waits for it", "Add one")
-            if axis is None:
-                which = ", ".join((*dict(job.axes), *(TIED + name for name in tied))) or "none"
-                what = f"communicator {op.lane} joins no parts or copies of gradients"
-                yield Fault(rank, op.name, what, f"Give it {which}")
-                continue
-            if axis == TIES and op.sums != (op.lane.removeprefix(TIED),):
-                what = f"sums {names} on communicator {op.lane}, which joins the ranks that have "
-                what += op.lane.removeprefix(TIED)
-                yield Fault(
-                    rank, op.name, what, "Give each tied gradient a sum and a communicator of its own"
-                )
-            if (axis == LOSS) != (op.sums == (STEP_LOSS,)) or (STEP_LOSS in op.sums and axis != LOSS):
-                what = f"sums {names} on communicator {op.lane}"
-                yield Fault(rank, op.name, what, f"Sum the loss, and it alone, on {LOSS}")
-                continue
-            size = math.prod(plan.mesh.size(axis) for axis in plan.communicator(op.lane).axes[1:])
-            size *= len(plan.communicator(op.lane).ranks)
-            want: tuple[object, ...] = (job.loss_spec,), STEP_LOSS, size
-            dtypes = {known[name].grad_dtype for name in op.sums if axis != LOSS}
-            if axis != LOSS:
-                made = reduction(job, op.name, op.lane, size, [known[name] for name in op.sums])
-                want = made.outputs, made.alias, size
-            if len(dtypes) > 1 or (op.outputs, op.alias, op.args[-1]) != want:
-                what = f"is not the sum of {names} over {size} ranks, in place where it is alone"
-                yield Fault(rank, op.name, what, "Lower the plan again")
+            if op.target != WAIT:
+                yield from (Fault(rank, op.name, *wrong) for wrong in _start(plan, op, known))
+                if op.name not in waited:
+                    yield Fault(rank, op.name, "no op waits for it", "Add one")
+            elif (op.alias, op.outputs) != (op.uses[0], made[op.uses[0]]):
+                what = "is something else than the sum that it waits for"
+                yield Fault(rank, op.name, what, "Give it that")
+
+
+def _start(plan: Plan, op: Op, known: Mapping[str, Parameter]) -> Wrong:
+    job, names = plan.job, ", ".join(op.sums)
+    if len(op.args[0]) > len(op.sums):
+        yield f"has a gradient twice: {names}", "Name each once"
+    # The loss, and each tied gradient, has a communicator of its own.
+    own = STEP_LOSS if op.lane == LOSS else op.lane.removeprefix(TIED) if op.lane.startswith(TIED) else None
+    fits = op.sums == (own,) if own is not None else STEP_LOSS not in op.sums and op.lane in dict(job.axes)
+    if not fits:
+        fix = f"Sum the loss on {LOSS}, copies of a tied gradient on {TIED}<its name>, others on an axis"
+        yield f"sums {names} on communicator {op.lane}, which is not for them", fix
+        return
+    communicator = plan.communicator(op.lane)
+    size = math.prod((len(communicator.ranks), *map(plan.mesh.size, communicator.axes[1:])))
+    want: tuple[object, ...] = (job.loss_spec,), STEP_LOSS, size
+    kept = [known[name] for name in op.sums if name != STEP_LOSS]
+    if kept:
+        made = reduction(job, op.name, op.lane, size, kept)
+        want = made.outputs, made.alias, size
+    if len({one.grad_dtype for one in kept}) > 1 or (op.outputs, op.alias, op.args[-1]) != want:
+        what = f"is not the sum of {names} over {size} ranks, in place where it is alone"
+        yield what, "Lower the plan again"
 
 
 def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -121,131 +112,78 @@ def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, str(instruction), "has messages among sums", "Move them to an action")
 
 
-class _SumWalk:
-    """One walk over one rank's order, from sum to sum."""
+def _in_order(plan: Plan, rank: int, tied: Mapping[str, tuple[int, ...]]) -> Iterator[Fault]:
+    """On one rank: each sum starts and ends once; each gradient's follow what adds to it, and each other."""
+    begun: dict[str, Event] = {}
+    ended: dict[str, Event] = {}
+    needed, last = _needed(plan, rank, tied), _last_adds(plan, rank)
+    sums: dict[str, list[Op]] = {name: [] for name in needed}
+    for event in trace_of(plan, rank):
+        if event.op is None:
+            continue
+        name, starts = event.op.name, event.kind is EventKind.REDUCE
+        if name in (begun if starts else ended):
+            yield _fault(plan, event, "is there a second time", "Keep one")
+        elif starts:
+            begun[name] = event
+            for gradient in event.op.sums:
+                what = f"sums {gradient}, of which this rank has no gradient"
+                if gradient not in sums:
+                    yield _fault(plan, event, what, f"Take {gradient} out of it")
+                else:
+                    sums[gradient].append(event.op)
+        elif name not in begun:
+            yield _fault(plan, event, f"waits for {name}, which does not start before it", "Move it after it")
+        else:
+            ended[name] = event
+    for op in plan.sums(rank):
+        if op.target != WAIT and op.name not in begun:
+            yield Fault(rank, op.name, "never starts", "Add it to a window, or remove it")
+        elif op.target == WAIT and op.uses[0] in begun and op.uses[0] not in ended:
+            what = "missing; the step could end before the sum is there"
+            yield Fault(rank, op.name, what, f"Add it after {op.uses[0]}")
+    for gradient, axes in needed.items():
+        before, does = last.get(gradient, (-1, -1)), ""
+        if before >= (0, 0):
+            does = f"`{plan.orders[rank][before[0]]}` has added its part of {gradient}"
+        for op in sums[gradient]:
+            event, end = begun[op.name], ended.get(op.name)
+            if (event.at, event.item) < before:
+                yield _fault(plan, event, f"starts before {does}", "Move it after that")
+            if end is not None and (end.at, end.item) > before:
+                before, does = (end.at, end.item), f"the sum of {gradient} by {op.name} has ended"
+            yield from (_fault(plan, event, *wrong) for wrong in _take(op, gradient, axes))
+        if axes:
+            over = " and ".join(map(_said, axes))
+            where = "loss" if gradient == STEP_LOSS else f"gradient of {gradient}"
+            yield Fault(rank, where, f"is never summed over {over}", "Add a sum that has it; others wait")
 
-    def __init__(self, plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.order = plan.orders[rank]
-        self.left = _needed(plan, rank, tied)
-        """Gradient -> what it is still to be summed over, in order."""
-        self.last = _last_adds(plan, rank)
-        self.done: dict[str, list[str]] = {name: [] for name in self.left}
-        self.under_way: dict[str, str] = {}
-        """Gradient -> the op that sums it now."""
 
-    def faults(self) -> Iterator[Fault]:
-        started: dict[str, int] = {}
-        ended: set[str] = set()
-        for event in trace_of(self.plan, self.rank):
-            if event.op is None:
-                continue
-            name = event.op.name
-            if event.kind is EventKind.REDUCE:
-                if name in started:
-                    yield self.fault(
-                        event, f"starts a second time; instruction {started[name]} did", "Keep one"
-                    )
-                    continue
-                started[name] = event.at
-                yield from self.start(event, event.op)
-            elif name not in started:
-                yield self.fault(
-                    event, f"waits for {name}, which does not start before it", f"Move it after {name}"
-                )
-            elif name in ended:
-                yield self.fault(event, "is waited for twice", "Keep one")
-            else:
-                ended.add(name)
-                self.under_way = {g: b for g, b in self.under_way.items() if b != name}
-        for op in self.plan.sums(self.rank):
-            if op.target != WAIT and op.name not in started:
-                yield Fault(self.rank, op.name, "never starts", "Add it to a window, or remove it")
-            elif op.target == WAIT and op.uses[0] in started and op.uses[0] not in ended:
-                what = "missing; the step could end before the sum is there"
-                yield Fault(self.rank, op.name, what, f"Add it after {op.uses[0]}")
-        for gradient, axes in self.left.items():
-            if axes:
-                yield self.never(gradient, axes)
+def _take(op: Op, gradient: str, left: list[str]) -> Wrong:
+    """The gradient's next sum is this one's; partial axes come before all else, in any order. left: what it
+    is to be summed over, from which this one's is taken."""
+    axis = TIES if op.lane.startswith(TIED) else op.lane
+    if axis not in left:
+        what = f"sums {gradient} over {_said(axis)} a second time, or has no parts or copies there"
+        yield what, f"Take {gradient} out of it"
+        return
+    before = left[: left.index(axis)] if sums_of(axis) is not Sums.PARTIAL else []
+    if before:
+        what = f"sums {gradient} over {_said(axis)} before its sum over {_said(before[0])}"
+        yield what, "Move it after the wait for that sum"
+    left.remove(axis)
 
-    def start(self, event: Event, op: Op) -> Iterator[Fault]:
-        """Every gradient of the sum is complete so far, at rest, and next to be summed over this axis."""
-        axis = axis_of(self.plan, op)
-        early: dict[Position, str] = {}
-        for gradient in op.sums:
-            if gradient not in self.left:
-                yield self.fault(
-                    event,
-                    f"sums {gradient}, of which this rank has no gradient",
-                    f"Take {gradient} out of it",
-                )
-                continue
-            if gradient in self.under_way:
-                other = self.under_way[gradient]
-                what = f"starts while {other} still sums {gradient}"
-                yield self.fault(event, what, f"Move it after the wait for {other}")
-            if axis is not None:
-                yield from self.take(event, gradient, axis)
-            self.under_way[gradient] = op.name
-            last = self.last.get(gradient)
-            if last is not None and last > (event.at, event.item):
-                early.setdefault(last, gradient)
-        if early:
-            last = max(early)
-            adds, item = self.order[last[0]], ""
-            if last[0] == event.at:
-                item = str(self.plan.windows[str(adds.ref)].items[last[1]])
-            yield self.fault(
-                event,
-                f"starts before `{item or adds}` has added its part of "
-                + ("the loss" if early[last] == STEP_LOSS else f"the gradient of {early[last]}"),
-                f"Move it after item {last[1]}" if item else f"Move it after instruction {last[0]}",
-            )
 
-    def take(self, event: Event, gradient: str, axis: str) -> Iterator[Fault]:
-        """The gradient's next sum is over `axis`; partial axes come before all else, in any order."""
-        left = self.left[gradient]
-        if axis not in left:
-            again = axis in self.done[gradient]
-            yield self.fault(
-                event,
-                f"sums {gradient} over {axis} "
-                + ("a second time" if again else "though it has no parts or copies there"),
-                f"Take {gradient} out of it",
-            )
-            return
-        before = left[: left.index(axis)] if sums_of(axis) is not Sums.PARTIAL else []
-        if before:
-            yield self.fault(
-                event,
-                f"sums {gradient} over {_said(axis)} before its sum over {_said(before[0])}",
-                "Move it after the wait for that sum",
-            )
-        left.remove(axis)
-        self.done[gradient].append(axis)
-
-    def never(self, gradient: str, axes: list[str]) -> Fault:
-        lane = TIED + gradient if axes[0] == TIES else axes[0]
-        if gradient == STEP_LOSS:
-            return Fault(self.rank, "loss", "is never summed; other ranks would wait", "Add its sum")
-        return Fault(
-            self.rank,
-            f"gradient of {gradient}",
-            f"is never summed over {' and '.join(map(_said, axes))}",
-            f"Add a sum on communicator {lane} that has it",
-        )
-
-    def fault(self, event: Event, what: str, fix: str) -> Fault:
-        window = self.plan.windows[str(event.instruction.ref)]
-        return Fault(self.rank, f"window {window.name}, {window.items[event.item].ref}", what, fix)
+def _fault(plan: Plan, event: Event, what: str, fix: str) -> Fault:
+    window = plan.windows[str(event.instruction.ref)]
+    return Fault(event.rank, f"window {window.name}, {window.items[event.item].ref}", what, fix)
 
 
 def _said(axis: str) -> str:
     return "the ranks that have a copy" if axis == TIES else axis
 
 
-def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+def _needed(plan: Plan, rank: int, tied: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Tied groups that the rank has and that have a gradient -> what it is to be summed over, in order. And
     the loss."""
     trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
@@ -264,23 +202,22 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
     """Tied group, or the loss -> the rank's last run that adds to it, and the last item there that does."""
-    last = last_runs(plan, rank)
+    adding: dict[tuple[int, str | int], list[str]] = defaultdict(list)
+    adding[plan.job.loss].append(STEP_LOSS)
+    for parameter in plan.job.parameters:
+        for stage, _, value in parameter.grads:
+            adding[stage, value].append(parameter.tied_to)
+    inside = {
+        window.name: {
+            name: at
+            for at, item in enumerate(window.items)
+            for name in adding.get((window.parts[item.part][0], item.ref), ())
+        }
+        for window in plan.windows.values()
+    }
     result: dict[str, Position] = {}
-    partial_sums = [(p.tied_to, *grad) for p in plan.job.parameters for grad in p.grads]
-    partial_sums.append((STEP_LOSS, plan.job.loss[0], Phase.F, plan.job.loss[1]))
-    for name, stage, phase, value in partial_sums:
-        at = last.get((stage, phase), -1)
-        if at >= 0:
-            window = plan.windows[str(plan.orders[rank][at].ref)]
-            parts = [k for k, (s, runs) in enumerate(window.parts) if s == stage and phase in runs.programs]
-            adds = [
-                k
-                for k, item in enumerate(window.items)
-                if item.kind is ItemKind.OP and item.ref == value and item.part in parts
-            ]
-            # An op that is missing is a fault of the window.
-            pp_rank = (at, max(adds, default=0))
-            result[name] = max(result.get(name, pp_rank), pp_rank)
+    for at, run, _ in plan.runs(rank):
+        result.update({name: (at, item) for name, item in inside[str(run.ref)].items()})
     return result
 
 

@@ -82,19 +82,6 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
                 yield Event(does, rank, at, instruction, item=k, op=op)
 
 
-def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
-    """(stage, F | I | W) -> the index of the rank's last instruction that runs that program."""
-    result: dict[tuple[int, Phase], int] = {}
-    programs = {
-        name: [(stage, sub) for stage, phase in window.parts for sub in phase.programs]
-        for name, window in plan.windows.items()
-    }
-    for at, instruction in enumerate(plan.orders[rank]):
-        if instruction.kind is InstructionKind.RUN:
-            result.update(dict.fromkeys(programs[str(instruction.ref)], at))
-    return result
-
-
 def ends_of(plan: Plan, edge: int) -> tuple[int, int]:
     """The ranks that send and receive the edge's messages; equal if the value stays on its rank."""
     result = plan.job.edges[edge]

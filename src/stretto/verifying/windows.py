@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
-from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.plan import InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import Job
 from stretto.verifying.fault import Fault
 
@@ -184,8 +184,10 @@ def _kept(
         if instruction.kind is not InstructionKind.RUN:
             continue
         window = plan.windows[str(instruction.ref)]
-        if window.bound(instruction.microbatches) != window.shares:
-            yield Fault(rank, str(instruction), *_bound_otherwise(instruction, window))
+        if (bound := window.bound(instruction.microbatches)) != window.shares:
+            given, ordered = (list(shares) or "all apart" for shares in (bound, window.shares))
+            what = f"binds parts to microbatches as {given}, but the window's order is for {ordered}"
+            yield Fault(rank, str(instruction), what, "Order a window for these microbatches")
             return
         for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True):
             before = done[stage, m]
@@ -202,20 +204,3 @@ def _kept(
                             rank, str(instruction), f"{what} run", f"Run it once, and before {end} ends"
                         )
                 before.add(sub)
-
-
-def _bound_otherwise(instruction: Instruction, window: Window) -> tuple[str, str]:
-    """Of a run whose parts share microbatches in another way than the window's order is made for."""
-    given = window.bound(instruction.microbatches)
-    at = next((part for part, first in enumerate(given) if first != part), None)
-    if at is None or window.shares:
-        return (
-            f"binds parts to microbatches as {list(given) or 'all apart'}, but the window's order is for "
-            f"{list(window.shares) or 'all apart'}",
-            "Order a window for these microbatches",
-        )
-    return (
-        f"overlaps two phases of stage {window.parts[at][0]} for one microbatch, "
-        f"{instruction.microbatches[at]}, of which one needs the other",
-        "Overlap different microbatches, or order a window for it; I and W together are B",
-    )

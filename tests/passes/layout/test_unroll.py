@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.dispatch_adapter import resolve
-from stretto.capturing.laid_out import program_of
 from stretto.capturing.trace import trace
 from stretto.ir.program import GETITEM, Const, Op, Ref, TensorSpec
-from stretto.passes.layout.attention import CUDNN, FLASH, IN_CHUNKS, backward_of
+from stretto.passes.layout.attention import rules_of_chunks, shared
+from stretto.passes.layout.context_steps import in_steps
+from stretto.passes.layout.kernels import CUDNN, FLASH, backward_of
 from stretto.passes.layout.placement import sharded
 from stretto.passes.layout.program import Origin, StepProgram
 from stretto.passes.layout.shard import AxisRules, shard
@@ -55,7 +56,7 @@ class Windows(nn.Module):
 @pytest.mark.parametrize("members", [(1, 1, 1, 1), (2, 1, 1), (1, 3)], ids=str)
 def test_members_of_a_made_up_axis_one_behind_another_are_the_step(members: Sequence[int]) -> None:
     model, x = Windows().double(), torch.randn(12, 8).double()
-    program = program_of(trace(model, x, lambda m, rows: m(rows)))
+    program = trace(model, x, lambda m, rows: m(rows)).program
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
     made = shard(program, "turns", sum(members), {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     unrolled = unroll(made, "turns", members)
@@ -71,7 +72,7 @@ def test_members_of_a_made_up_axis_one_behind_another_are_the_step(members: Sequ
 
 def test_what_draws_is_drawn_once_and_keeps_its_name() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 2))
-    program = program_of(trace(model, torch.zeros(12, 8), lambda m, rows: m(rows).square().sum()))
+    program = trace(model, torch.zeros(12, 8), lambda m, rows: m(rows).square().sum()).program
     stream = next(op.name for op, _ in program.ops if op.target == "aten.addmm.default")
     made = shard(program, "turns", 3, {}, {stream: sharded(0)}, own=AxisRules(of_time=True))
     one, other = (
@@ -113,8 +114,9 @@ def test_behind_the_first_chunk_cudnns_attention_is_flash_attention() -> None:
         {},
     )
     wishes = {name: sharded(2) for name in "qkv"}
-    made = shard(program, "chunk", 3, {}, wishes, own=AxisRules(rules=IN_CHUNKS, of_time=True))
-    targets = [op.target for op, _ in unroll(made, "chunk", (1, 1, 1)).program.ops]
+    own = AxisRules(rules=rules_of_chunks((4, 4, 4), 1), of_time=True)
+    made = shard(shared(program), "chunk", 3, {}, wishes, own=own)
+    targets = [op.target for op, _ in in_steps(unroll(made, "chunk", (1, 1, 1)).program).ops]
     kernels = [target for target in targets if "attention" in target]
     both = (CUDNN, FLASH, FLASH)
     assert kernels == [*both, *map(backward_of, both)]

@@ -1,7 +1,8 @@
 """Where the sequence is in chunks (AMPipe): from what enters the first block to what leaves the last one.
 
     1. What enters the first block, the residual stream, is sharded along the sequence over an axis of time,
-       and so are gradients of what leaves the last block.
+       and so are gradients of what leaves the last block. Where a rank has several blocks of tokens, a chunk
+       has its part of each.
     2. `shard` carries that through the blocks, and `unroll` writes the chunks one behind another. Chunk k of
        attention reads keys of the chunks before it (`attention`); all else is of a chunk's own tokens.
     3. What leaves the blocks is full again.
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 from stretto.errors import UsageError
 from stretto.ir.program import GETITEM, Op, TensorSpec
 from stretto.parallelize.parts import lengths_of
-from stretto.passes.layout.attention import IN_CHUNKS, check_draws
+from stretto.passes.layout.attention import check_draws, rules_of_chunks, shared
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.shard import PARAM, AxisRules, shard
@@ -76,52 +77,59 @@ def in_chunks(
     degree: int,
     ranks: int,
     may_be_partial: frozenset[str] = frozenset(),
+    blocks_of_tokens: int = 1,
 ) -> ChunkedProgram:
     """See the module. ranks: with sequence parallelism, those that share each chunk, and go on with it up to
-    the norm behind the last block. Raises UsageError for a sequence that is too short, and MisfitError."""
+    the norm behind the last block. blocks_of_tokens: of a rank. Raises UsageError for a sequence that is too
+    short, and MisfitError."""
     stream = stream_into(program, blocks[0])
     if stream is None:
         raise UsageError(
             f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no "
             "activation (batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
         )
-    least = max(2, ranks)
+    unit_of_ranks = lcm(ranks, blocks_of_tokens)
+    least = max(2, unit_of_ranks)
     if stream.length < least * degree:
-        fewer = "two tokens" if ranks == 1 else f"{ranks} tokens, one of each rank"
+        fewer = "two tokens" if least == 2 else f"{least} tokens, one of each rank"
         raise UsageError(
             f"ampipe_degree = {degree} cuts a sequence of {stream.length} into chunks of less than {fewer}; "
             f"give {max(stream.length // least, 1)} or less"
         )
+    program = shared(program)
     check_draws((op for op, _ in program.ops), "ampipe_degree")
-    lengths = [ranks * n for n in lengths_of(stream.length // ranks, degree)]
+    lengths = [unit_of_ranks * n for n in lengths_of(stream.length // unit_of_ranks, degree)]
     unit = gcd(*lengths)
-    region = _Region(program, blocks, stream)
+    part = sharded(SEQUENCE_DIM, blocks_of_tokens)
+    region = _Region(program, blocks, stream, part)
     if ranks > 1:
         region = region.with_norm_behind()
-    wishes = region.wishes()
     made = shard(
         program,
         AXIS,
         stream.length // unit,
         {},
-        wishes,
+        region.wishes(),
         may_be_partial,
-        AxisRules(rules=IN_CHUNKS, of_time=True),
+        AxisRules(rules=rules_of_chunks(lengths, blocks_of_tokens), of_time=True),
     )
     unrolled = unroll(made, AXIS, [length // unit for length in lengths])
-    entering = made.forms[stream.name][sharded(SEQUENCE_DIM)]
+    entering = made.forms[stream.name][part]
     # Chunks of one length are slices in blocks when they are joined; others are gathered before.
-    left = [region.leaving, *(region.gradients if len({*lengths}) > 1 else ())]
+    in_blocks = len({*lengths}) == blocks_of_tokens == 1
+    left = [region.leaving, *(() if in_blocks else region.gradients)]
     leaving = tuple(chunk for name in left for chunk in unrolled.chunks.get(name, ()))
     return ChunkedProgram(unrolled.program, unrolled.chunks[entering], leaving)
 
 
 class _Region:
-    """The ops of the blocks: the forward's, and the backward's, each from the first to the last. leaving:
-    what leaves them of the stream's shape; "" for nothing."""
+    """The ops of the blocks: the forward's, and the backward's, each from the first to the last. part: of the
+    stream, that a chunk has; leaving: what leaves them of the stream's shape; "" for nothing."""
 
-    def __init__(self, program: StepProgram, modules: Sequence[str], stream: Stream) -> None:
-        self.program, self.modules, self.stream = program, tuple(modules), stream
+    def __init__(
+        self, program: StepProgram, modules: Sequence[str], stream: Stream, part: AxisPlacement
+    ) -> None:
+        self.program, self.modules, self.stream, self.part = program, tuple(modules), stream, part
         self.made = {op.name: op for op, _ in program.ops}
         self.forward = [op for op, origin in program.ops if not origin.backward]
         self.backward = [op for op, origin in program.ops if origin.backward]
@@ -139,18 +147,18 @@ class _Region:
         behind = next((op.module for op in after if self.leaving in op.uses), "")
         if not behind or any(_names(self.modules[0], (behind,))):
             return self
-        wider = _Region(self.program, (*self.modules, behind), self.stream)
+        wider = _Region(self.program, (*self.modules, behind), self.stream, self.part)
         return wider if wider.leaving else self
 
     def wishes(self) -> Mapping[str, AxisPlacement]:
         """Steps 1 and 3."""
-        result = {self.stream.name: sharded(SEQUENCE_DIM)}
+        result = {self.stream.name: self.part}
         result |= dict.fromkeys(self._left(), REPLICATED)
         before, inside, _ = self._parts(self.backward)
         outside = {op.name for op in before}
         for name in {name: None for op in inside for name in op.uses if name in outside}:
             if self._is_like_stream(name):
-                result[name] = sharded(SEQUENCE_DIM)
+                result[name] = self.part
         return result | dict.fromkeys(self.gradients, REPLICATED)
 
     @property

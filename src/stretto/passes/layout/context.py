@@ -16,18 +16,17 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD, OWN
 from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.emit import OVER, REDUCE, Emitter, lse_of
-from stretto.passes.layout.kernels import BACKWARDS, KERNELS
+from stretto.passes.layout.attention import ROWS, first_of, placed, results_of, with_over
+from stretto.passes.layout.emit import REDUCE, Emitter
+from stretto.passes.layout.kernels import BACKWARDS, KERNELS, arguments, mask_of
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
+from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, OpGiven, Rule
+from stretto.passes.layout.rules import Choice, OpGiven, Rule, emit_op
 from stretto.passes.rewrite import with_uses
 
 SEQUENCE_DIM = 1
 """Of batch leaves, behind the batch."""
-QUERY_DIM = 2
-"""Of (batch, heads, sequence, size of a head)."""
 SUM = 2
 """PyTorch's number of the reduction."""
 FLOPS_A_BYTE = 1000
@@ -58,7 +57,7 @@ def rows_of_masks(ahead: Ahead, blocks: int) -> tuple[dict[str, AxisPlacement], 
     best: dict[str, AxisPlacement] = {}
     above: set[str] = set()
     for op in reversed(ahead.made.values()):
-        mask = KERNELS[op.target].mask_of(op) if op.target in KERNELS else None
+        mask = mask_of(op) if op.target.removeprefix("layout.") in KERNELS else None
         spec = None if mask is None else ahead.spec(mask)
         if mask is not None and spec is not None:
             above.add(mask)
@@ -94,6 +93,11 @@ def sequences(
     return result
 
 
+def blocks_of(kind: str) -> int:
+    """Of the sequence, that a rank has."""
+    return 1 if kind == "ulysses" else 2
+
+
 def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
     """What "auto" is: in a step, half of a rank's queries meet half of its keys twice."""
     batch, heads, rows, features = queries.shape
@@ -104,43 +108,26 @@ def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
 
 def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     """Step 1. kind: as the setting `cp_kind`."""
-    backward = op.target in BACKWARDS
+    first, hidden = first_of(op), mask_of(op)
+    queries, keys = given.specs[first : first + 2]
     if kind == "auto":
-        queries, keys = given.specs[backward : 2 + backward]
         kind = _kind(queries, keys, given.size)
-    at, kernel = given.placements[1 if backward else 0], (KERNELS | BACKWARDS)[op.target]
-    if not at.is_sharded or at.dim != QUERY_DIM or at.copies > 1 or at.blocks > 2:
+    rows, mask = sharded(ROWS, blocks_of(kind)), REPLICATED
+    unlike = arguments(op)["is_causal"] and queries.shape[ROWS] != keys.shape[ROWS]
+    of_mask = first and any(op.outputs[3:])  # its gradient
+    if given.placements[first] != rows or unlike or of_mask:
         return
-    lengths = {spec.shape[QUERY_DIM] for spec in given.specs[backward : 2 + backward]}
-    if kernel.is_causal(op) and len(lengths) > 1:
-        return
-    rows, mask = sharded(QUERY_DIM, at.blocks), kernel.mask_of(op)
-    own = [
-        spec is not None and len(spec.shape) >= 3 and not (backward and k >= 3)
-        for k, spec in enumerate(op.outputs)
-    ]
-    inputs = []
-    for name, spec in zip(operands(op), given.specs, strict=True):
-        if name != mask:
-            inputs.append(rows if len(spec.shape) >= 3 else REPLICATED)
-        elif spec.shape[-2] > 1 and kind != "ulysses":
-            inputs.append(sharded(len(spec.shape) - 2, at.blocks))
-        else:
-            inputs.append(REPLICATED)
-    if not all(fits(place, spec.shape, given.size) for place, spec in zip(inputs, given.specs, strict=True)):
-        return
+    shape = () if hidden is None else given.specs[operands(op).index(hidden)].shape
+    if shape[-2:-1] > (1,) and kind != "ulysses":
+        mask = sharded(len(shape) - 2, rows.blocks)
+    inputs, results = placed(op, given, rows, rows, mask), results_of(op, rows, rows)
 
     def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
-        left = list(local)
-        args = [Ref(left.pop(0)) if isinstance(arg, Ref) else arg for arg in op.args]
-        kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in op.kwargs}
-        kwargs[OVER] = (out.axis, out.size, kind, at.blocks == 2)
-        flops, random = op.flops // out.size, op.random
-        return (
-            out.emit(f"layout.{op.target}", *args, name=op.name, kwargs=kwargs, flops=flops, random=random),
-        )
+        over = (out.axis, out.size, kind, rows.blocks > 1, ())
+        return emit_op(Choice(inputs or (), results), out.size)(out, with_over(op, over), local)
 
-    yield Choice(tuple(inputs), tuple(rows if one else REPLICATED for one in own), emit)
+    if inputs is not None:
+        yield Choice(inputs, results, emit)
 
 
 def _is_mean_of_rows(op: Op, logp: AxisPlacement, weighted: bool) -> bool:
@@ -197,17 +184,3 @@ def with_own_tokens(program: StepProgram, axis: str) -> StepProgram:
             op = with_uses(op, lambda name: own.get(name, name))
         out.keep(op, origin)
     return replace(program, ops=tuple(out.ops))
-
-
-def with_plain_lse(program: StepProgram) -> StepProgram:
-    """Attention keeps a number for each row, whatever its kernel pads."""
-    lse = {op.name: lse_of(op.outputs) for op, _ in program.ops if op.target in KERNELS}
-
-    def changed(op: Op) -> Op:
-        if op.name in lse:
-            return replace(op, outputs=(op.outputs[0], lse[op.name], *op.outputs[2:]))
-        if op.target == GETITEM and op.args[1] == 1 and op.args[0].name in lse:
-            return replace(op, outputs=(lse[op.args[0].name],))
-        return op
-
-    return replace(program, ops=tuple((changed(op), origin) for op, origin in program.ops))

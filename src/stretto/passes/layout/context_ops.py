@@ -1,4 +1,4 @@
-"""What the steps of a shared attention are made of: halves of rows, the rank that keys come from, sums.
+"""What the steps of a shared attention are made of: parts of rows, the rank that keys come from, sums.
 
 One program is for all ranks. What differs is picked by the rank's coordinate, as data.
 """
@@ -6,29 +6,33 @@ One program is for all ranks. What differs is picked by the rank's coordinate, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
-from stretto.ir.op_names import names
+from stretto.ir.op_names import OWN, names
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, INDEX, VIEW, WAIT, Arg, Const, Op, Ref
-from stretto.passes.layout.emit import EXCHANGE, OVER, SLICE, Emitter
-from stretto.passes.layout.kernels import KERNELS
+from stretto.passes.layout.attention import ROWS
+from stretto.passes.layout.emit import EXCHANGE, SLICE, Emitter
+from stretto.passes.layout.kernels import OVER
 
-HEADS, ROWS = 1, 2
-"""Dims of (batch, heads, sequence, features)."""
+HEADS = 1
+"""A dim of (batch, heads, sequence, features)."""
 
 JOB_DEVICE = Const("device", "job")
 _OTHERS = (
-    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE),
+    *(VIEW, GETITEM, WAIT, INDEX, SLICE, EXCHANGE, OWN),
     *(kind.target for kind in (ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER)),
 )
 
 _SAME_ORDER = VIEW_OPS | names("clone _to_copy contiguous")
 
+CAT = "aten.cat.default"
+
 Half = int | str | None
-"""Which half of rows: 0, 1, None for both, or "either", the one that the rank's coordinate says."""
+"""Which block of rows: its number, None for all, or "either", the half that the rank's coordinate says."""
 
 
 def summed_in(dtype: str) -> str:
@@ -36,15 +40,18 @@ def summed_in(dtype: str) -> str:
 
 
 class StepOps:
-    """Emits ops for one attention. start: how names begin; kind, halves: see `emit`; random: whether the
-    kernel draws."""
+    """Emits ops for one attention. start: how names begin; kind, halves, lengths: see `emit`; random: whether
+    the kernel draws. blocks: of rows that are one behind another; of "ulysses", those of ranks; at_hand:
+    whether all keys are; cats: result -> the same as it was joined."""
 
     def __init__(self, out: Emitter, op: Op) -> None:
         self.out, self.start, self.random = out, op.name, op.random
-        self.axis, self.size, self.kind, self.halves = dict(op.kwargs)[OVER]
-        self.target = op.target.removeprefix("layout.")
-        self.mask = KERNELS[self.target].mask_of(op)
+        self.axis, self.size, self.kind, self.halves, self.lengths = dict(op.kwargs)[OVER]
+        self.blocks = 2 if self.halves else self.size if self.kind == "ulysses" else 1
+        self.at_hand = self.size == 1 or self.kind == "ulysses"
         self._names: dict[str, str] = {}
+        self.cats: dict[str, str] = {}
+        self._joined: dict[tuple[str, ...], str] = {}
 
     def emit(self, what: str, target: str, *args: Arg, flops: int = 0, **kwargs: Arg) -> str:
         """An op of PyTorch's, by its name, or another by its target."""
@@ -129,18 +136,52 @@ class StepOps:
         padded = self.emit(f"{what}_first", "constant_pad_nd.default", Ref(wide), pads, 0.0)
         return self.view(padded, (batch, heads * times, *rest), what)
 
-    # --- halves ---------------------------------------------------------------------------------------------
+    # --- rows -----------------------------------------------------------------------------------------------
 
-    def of_halves(self, x: str, what: str) -> str:
-        """(batch, heads, 2, half, ...)"""
+    def joined(self, parts: Sequence[str], dim: int = ROWS) -> str:
+        """One behind another."""
+        if len(parts) == 1:
+            return parts[0]
+        key = (*parts, str(dim))
+        if key not in self._joined:
+            name = f"{parts[-1]}_joined"
+            self._joined[key] = self.out.emit(CAT, tuple(map(Ref, parts)), dim, name=name)
+        return self._joined[key]
+
+    def rows(self, x: str, start: int, end: int, dim: int = ROWS) -> str:
+        """A slice; of what was joined, the parts of it."""
+        if (start, end) == (0, self.shape(x)[dim]):
+            return x
+        x = self.cats.get(x, x)
+        inside, at = [], 0
+        op = self.out.made.get(x)
+        for part in op.args[0] if op is not None and op.target == CAT and op.args[1:] == (dim,) else ():
+            before, at = at, at + self.shape(part.name)[dim]
+            if start <= before and at <= end:
+                inside.append(part.name)
+        if inside and sum(self.shape(part)[dim] for part in inside) == end - start:
+            return self.joined(inside, dim)
+        return self.out.emit("aten.slice.Tensor", Ref(x), dim, start, end, name=f"{x}_rows")
+
+    def own(self, x: str) -> str:
+        """A rank's part of the sequence, of which it goes on with some rows."""
+        return self.once(f"own_{x}", lambda: self.emit("own", OWN, Ref(x), self.axis)) if self.halves else x
+
+    def parts(self, x: str) -> list[str]:
+        """Rows of chunks, one chunk behind another."""
+        ends = [*accumulate(self.lengths)] or [self.shape(x)[ROWS]]
+        return [self.rows(x, start, end) for start, end in pairwise((0, *ends))]
+
+    def of_blocks(self, x: str, what: str) -> str:
+        """(batch, heads, blocks, rows of one, ...)"""
         batch, heads, rows, *rest = self.shape(x)
-        return self.view(x, (batch, heads, 2, rows // 2, *rest), f"{what}_halves")
+        return self.view(x, (batch, heads, self.blocks, rows // self.blocks, *rest), f"{what}_blocks")
 
     def half(self, x: str, which: Half, step: int, what: str) -> str:
         """Rows of (batch, heads, sequence, ...)."""
         if which is None:
             return x
-        split = self.of_halves(x, what)
+        split = self.of_blocks(x, what)
         if which != "either":
             return self.emit(f"{what}_half", "select.int", Ref(split), ROWS, which)
         picked = self.emit(f"{what}_half", "index_select.default", Ref(split), ROWS, Ref(self.either(step)))
@@ -196,11 +237,8 @@ class StepOps:
     def source(self, step: int) -> str:
         return self._of_step(self.sources(), "source", step)
 
-    def columns(self, step: int) -> str | None:
+    def columns(self, mask: str, step: int) -> str:
         """The columns of a mask that are the keys of a step."""
-        mask = self.mask
-        if mask is None:
-            return None
         *rows, count = self.shape(mask)
         blocks, at = 2 if self.halves else 1, len(rows) + 1
         each = count // blocks // self.size
@@ -215,7 +253,7 @@ class StepOps:
             second = self.emit("mask_back", "flip.default", Ref(second), (at - 1,))
             return self.emit("mask_halves", "stack.default", (Ref(first), Ref(second)), at - 1)
 
-        every = self.once("mask", make)
+        every = self.once(f"columns_{mask}", make)
         picked = self.emit(f"mask_{step}", "index_select.default", Ref(every), at, Ref(self.source(step)))
         return self.view(picked, (*rows, blocks * each), f"mask_{step}_columns")
 
@@ -230,7 +268,7 @@ class Merged:
         self.ops, self.dtype = ops, summed_in(ops.dtype(value))
         self.value, self.lse = self._wide(value, lse)
         if split:
-            self.value, self.lse = ops.of_halves(self.value, "made"), ops.of_halves(self.lse, "lse")
+            self.value, self.lse = ops.of_blocks(self.value, "made"), ops.of_blocks(self.lse, "lse")
 
     def _wide(self, value: str, lse: str) -> tuple[str, str]:
         ops = self.ops
@@ -269,7 +307,7 @@ class Summed:
 
     def __init__(self, ops: StepOps, value: str = "", split: bool = False) -> None:
         self.ops = ops
-        self.value = ops.of_halves(value, "sum") if split else value
+        self.value = ops.of_blocks(value, "sum") if split else value
 
     def add(self, value: str) -> None:
         self.value = self.ops.emit("sum", "add.Tensor", Ref(self.value), Ref(value)) if self.value else value
@@ -282,3 +320,16 @@ class Summed:
             self.value = emit("sum", "addcmul.default", Ref(self.value), wide, chosen)
         else:
             self.value = emit("sum", "mul.Tensor", wide, chosen)
+
+
+def sum_of_first(ops: StepOps, found: Sequence[tuple[int, str]]) -> str:
+    """The sum of gradients of the first so many keys each, as long as the longest."""
+    (_, value), *rest = sorted(found, key=lambda one: -one[0])
+    behind: list[str] = []
+    for count, other in rest:
+        length = ops.shape(value)[ROWS]
+        if count < length:
+            behind.insert(0, ops.rows(value, count, length))
+            value = ops.rows(value, 0, count)
+        value = ops.emit("sum", "add.Tensor", Ref(value), Ref(other))
+    return ops.joined((value, *behind))

@@ -1,114 +1,141 @@
-"""Attention of a sequence that ranks share, in steps: a rank's queries meet the keys of one rank in each.
+"""Attention that ranks or chunks share, in steps: a chunk's queries meet the keys of one rank in each.
 
 Until here it is one op, "layout." before the kernel's name, of what a rank has, so that passes along other
 axes lay it out as attention. One program is for all ranks, so each step has the same shapes on all of them:
 
-    1. Keys and values come: "gathered" at once, or by a "ring" of messages, each sent on while it is used.
-       With "ulysses" nothing comes: queries, keys and values are exchanged for all tokens of fewer heads.
+    1. Keys and values come, once for all chunks: "gathered" at once, or by a "ring" of messages, each sent on
+       while it is used. With "ulysses" nothing comes: queries, keys and values are exchanged for all tokens
+       of fewer heads. Without other ranks all are at hand.
     2. Of a causal sequence a rank has blocks r and 2 N - 1 - r of 2 N. In step 0 it meets its own keys,
        causal. In step s it meets those of rank r - s: the later half of its queries sees the earlier half of
        keys; and the earlier halves meet where r - s >= 0, else the later ones. Halves are picked by the
        rank's coordinate, so that all ranks compute as much, and nothing behind the diagonal.
+       A chunk has its part of each block (`kernel_calls`).
     3. Results of steps are merged by their log-sum-exp, in float32 at least (Milakov and Gimelshein, "Online
        normalizer calculation for softmax", arXiv 1805.02867).
     4. Backward, each step takes the merged result and its log-sum-exp, as flash attention does (Dao et al.
-       2022, arXiv 2205.14135, algorithm 4). Gradients of keys and values are scattered at the end, or travel
-       with them around the ring (Liu et al. 2023, arXiv 2310.01889).
+       2022, arXiv 2205.14135, algorithm 4). Gradients of keys and values, summed over chunks, are scattered
+       at the end, or travel with them around the ring (Liu et al. 2023, arXiv 2310.01889).
+
+What a chunk makes does not wait for what another makes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
-from stretto.ir.program import GETITEM, Op, Ref
-from stretto.passes.layout.context_ops import HEADS, ROWS, Half, Merged, StepOps, Summed, summed_in
-from stretto.passes.layout.emit import SHARED_OP, SLICE, Emitter
-from stretto.passes.layout.kernels import BACKWARDS, KERNELS, Kernel
+from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
+from stretto.passes.layout.attention import ROWS
+from stretto.passes.layout.context_ops import HEADS, Merged, StepOps, Summed, sum_of_first, summed_in
+from stretto.passes.layout.emit import SLICE, Emitter
+from stretto.passes.layout.kernel_calls import KernelCalls, Tile
+from stretto.passes.layout.kernels import SHARED_OP, arguments, gradient_of
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.rewrite import strides_of, with_uses
+from stretto.passes.rewrite import spec_with, strides_of, with_uses
+
+Pair = Callable[[int], tuple[str, str]]
+"""step -> keys and values"""
 
 
 def in_steps(program: StepProgram) -> StepProgram:
     """The program without ops of shared attention."""
-    kept = [op.name for op, _ in program.ops if not op.target.startswith(SHARED_OP)]
-    out = Emitter("", 1, program.given, kept)
-    now: dict[str, str] = {}
-    made: dict[str, Sequence[str]] = {}
-    forwards: dict[str, _Attention] = {}
-    for op, origin in program.ops:
-        op = with_uses(op, lambda name: now.get(name, name))
-        out.origin, out.module = origin, op.module
-        if op.target == GETITEM and op.args[0].name in made:
-            now[op.name] = made[op.args[0].name][op.args[1]]
-        elif not op.target.startswith(SHARED_OP):
-            out.keep(op, origin)
-        elif "_backward" in op.target:
-            lse = op.args[BACKWARDS[op.target.removeprefix("layout.")].lse].name
-            made[op.name] = _laid(out, forwards[lse].backward(op), op)
+    return _Walk(program).run()
+
+
+class _Walk:
+    """now: value that is gone -> the one in its place. made: shared op -> its results; of: result -> whose it
+    is. changed: values that are not in memory as they were."""
+
+    def __init__(self, program: StepProgram) -> None:
+        self.program = program
+        kept = [op.name for op, _ in program.ops if not op.target.startswith(SHARED_OP)]
+        self.out = Emitter("", 1, program.given, kept)
+        self.now: dict[str, str] = {}
+        self.made: dict[str, Sequence[str]] = {}
+        self.of: dict[str, _Attention] = {}
+        self.changed: set[str] = set()
+
+    def run(self) -> StepProgram:
+        for op, origin in self.program.ops:
+            op = with_uses(op, lambda name: self.now.get(name, name))
+            self.out.origin, self.out.module = origin, op.module
+            if op.target.startswith(SHARED_OP):
+                self._attention(op)
+            elif op.target == GETITEM and op.args[0].name in self.made:
+                self.now[op.name] = name = self.made[op.args[0].name][op.args[1]]
+                if name:
+                    self._note(op, name)
+            elif op.target == "aten.slice.Tensor" and op.args[0].name in self.of:
+                source, dim, start, end = op.args[0].name, *op.args[1:4]
+                self.now[op.name] = self.of[source].ops.rows(source, start, end, dim)
+                self._note(op, self.now[op.name])
+            elif self.changed.isdisjoint(op.uses):
+                self.out.keep(op, origin)
+            else:
+                self._note(op, self.out.again(op, origin))
+        roots = {root: self.now.get(value, value) for root, value in self.program.roots.items()}
+        return replace(self.program, ops=tuple(self.out.ops), roots=roots)
+
+    def _attention(self, op: Op) -> None:
+        if "_backward" in op.target:
+            attention = self.of[arguments(op)["logsumexp"].name]
+            parts = attention.backward(op)
         else:
-            attention = _Attention(out, op)
-            made[op.name] = _laid(out, attention.forward(), op)
-            forwards[made[op.name][1]] = attention
-    roots = {root: now.get(value, value) for root, value in program.roots.items()}
-    return replace(program, ops=tuple(out.ops), roots=roots)
+            attention = _Attention(self.out, op)
+            parts = attention.forward()
+        made = ["" for _ in op.outputs]
+        for at, (of_chunks, spec) in enumerate(zip(parts, op.outputs, strict=False)):
+            if spec is not None and of_chunks:
+                whole = attention.ops.joined([_laid(self.out, one, spec) for one in of_chunks])
+                made[at] = _laid(self.out, whole, spec)
+                attention.ops.cats[made[at]] = whole
+        self.made[op.name] = made
+        self.of |= dict.fromkeys(made, attention)
+
+    def _note(self, op: Op, name: str) -> None:
+        if self.out.outputs[name] != op.outputs:
+            self.changed.add(name)
 
 
-def _laid(out: Emitter, made: Sequence[str], op: Op) -> list[str]:
-    """Results with the strides that the op's have, which later ops read."""
-    result = list(made)
-    for at, (name, spec) in enumerate(zip(made, op.outputs, strict=True)):
-        if not name or spec is None or out.specs[name].stride == spec.stride:
-            continue
-        strides = strides_of(spec)
-        order = sorted(range(len(spec.shape)), key=lambda dim: -strides[dim])
-        back = [order.index(dim) for dim in range(len(order))]
-        x = out.emit("aten.permute.default", Ref(name), tuple(order), name=f"{name}_order")
-        x = out.contiguous(x)
-        result[at] = out.emit("aten.permute.default", Ref(x), tuple(back), name=f"{name}_laid")
-    return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """What one call of the kernel computes. step: 0 for a rank's own keys."""
-
-    step: int
-    queries: Half = None
-    keys: Half = None
-    causal: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"step_{self.step}" + {None: "", 1: "_later", "either": "_either"}[self.queries]
+def _laid(out: Emitter, name: str, like: TensorSpec) -> str:
+    """The value with its dims in memory in the order of those of another, which later ops read."""
+    spec, count = out.specs[name], len(like.shape)
+    order = sorted(range(count), key=lambda dim: -strides_of(like)[dim])
+    back = [order.index(dim) for dim in range(count)]
+    dense = [math.prod(spec.shape[dim] for dim in order[at + 1 :]) for at in back]
+    if count == 3 or spec_with(spec.shape, spec.dtype, dense) == spec:  # nothing but the backward reads a lse
+        return name
+    x = out.emit("aten.permute.default", Ref(name), tuple(order), name=f"{name}_order")
+    return out.emit("aten.permute.default", Ref(out.contiguous(x)), tuple(back), name=f"{name}_laid")
 
 
 class _Attention:
-    """One op, forward and backward. saved: of each tile, the kernel's call; exchanged: of "ulysses", what the
-    backward reads again; all_pairs: of "gathered", the keys and values of all ranks; times: how often
-    heads of keys are repeated, once they have come."""
+    """One op, forward and backward. exchanged: of "ulysses", what the backward reads again; all_pairs: of
+    "gathered", the keys and values of all ranks; times: how often heads of keys are repeated, once they have
+    come."""
 
     def __init__(self, out: Emitter, op: Op) -> None:
         self.op, self.ops = op, StepOps(out, op)
-        self.kernel: Kernel = KERNELS[self.ops.target]
-        self.causal = self.kernel.is_causal(op)
-        rows = self.ops.shape(op.args[0].name)[ROWS]
-        self.area = rows * rows * self.ops.size
-        self.saved: dict[_Tile, str] = {}
-        self.exchanged: tuple[str, ...] = ()
+        self.calls = KernelCalls(self.ops, op)
+        self.q, self.k, self.v = (self.calls.given[what].name for what in ("query", "key", "value"))
+        self.steps = 1 if self.ops.at_hand else self.ops.size
+        self.exchanged: list[tuple[str, ...]] = []
         self.all_pairs, self.times = "", 1
 
     # --- step 1 ---------------------------------------------------------------------------------------------
 
-    def _pairs(self, k: str, v: str) -> Callable[[int], tuple[str, str]]:
-        """step -> keys and values. They come side by side, along the features."""
-        ops = self.ops
-        (own_k, times), (own_v, again) = ops.unrepeated(k), ops.unrepeated(v)
+    def _came(self) -> Pair:
+        """Keys and values of other ranks come side by side, along the features."""
+        ops, pairs = self.ops, {0: (self.k, self.v)}
+        if ops.at_hand:
+            return lambda step: pairs[step]
+        (own_k, times), (own_v, again) = ops.unrepeated(self.k), ops.unrepeated(self.v)
         if times != again:
-            times, own_k, own_v = 1, k, v
+            times, own_k, own_v = 1, self.k, self.v
         self.times, features = times, ops.shape(own_k)[-1]
         shape = (*ops.shape(own_k)[:-1], features + ops.shape(own_v)[-1])
         came: dict[int, str] = {}
@@ -117,7 +144,6 @@ class _Attention:
         if not self.all_pairs and ops.kind == "gathered":
             every = ops.communicated(ALL_GATHER.target, came[0], "pairs")
             self.all_pairs = ops.view(every, (ops.size, *shape), "pairs_of_ranks")
-        pairs = {0: (k, v)}
 
         def arrived(step: int) -> str:
             if ops.kind == "gathered":
@@ -144,69 +170,62 @@ class _Attention:
         k = emit(f"{what}_k", "slice.Tensor", Ref(both), 3, 0, features)
         return k, emit(f"{what}_v", "slice.Tensor", Ref(both), 3, features, end)
 
-    # --- step 2 ---------------------------------------------------------------------------------------------
+    def _all_tokens(self) -> list[str]:
+        """Of fewer heads: keys, values and mask, and queries of chunks, which are returned."""
+        ops, calls = self.ops, self.calls
+        for x in (self.q, self.k, self.v):
+            heads = ops.shape(x)[HEADS]
+            if heads % ops.size:
+                raise UsageError(
+                    f'cp_kind = "ulysses": {self.op.module} has {heads} heads on a rank, which {ops.size} '
+                    'ranks cannot share equally: give cp_kind = "ring"'
+                )
+        if calls.mask is not None and ops.shape(calls.mask)[-3:-2] == (ops.shape(self.q)[HEADS],):
+            dim = len(ops.shape(calls.mask)) - 3
+            calls.mask = ops.emit("mask_heads", SLICE, Ref(calls.mask), dim, 1, ops.axis, ops.size)
+        queries = [ops.exchanged(x, ROWS, HEADS, "q_heads") for x in ops.parts(self.q)]
+        named = (("k", self.k), ("v", self.v))
+        self.k, self.v = (ops.exchanged(x, ROWS, HEADS, f"{n}_heads") for n, x in named)
+        return queries
 
-    def _tiles(self) -> list[_Tile]:
-        if not self.causal or not self.ops.halves:
-            return [_Tile(step) for step in range(self.ops.size)]
-        tiles = [_Tile(0, causal=True)]
-        for step in range(1, self.ops.size):
-            tiles += [_Tile(step, 1, 0), _Tile(step, "either", "either")]
-        return tiles
+    # --- steps 2 and 3 --------------------------------------------------------------------------------------
 
-    def _flops(self, op: Op, q: str, k: str) -> int:
-        return int(op.flops * self.ops.shape(q)[ROWS] * self.ops.shape(k)[ROWS] // self.area)
+    def forward(self) -> list[list[str]]:
+        """Of the result, and the log-sum-exp, those of chunks. Of what kernels save besides, nothing."""
+        ops, is_exchanged = self.ops, self.ops.kind == "ulysses"
+        queries = self._all_tokens() if is_exchanged else ops.parts(self.q)
+        pair = self._came()
+        made = [self._of_chunk(chunk, q, pair) for chunk, q in enumerate(queries)]
+        if is_exchanged:
+            self.exchanged = [(q, *one) for q, one in zip(queries, made, strict=True)]
+            made = [(ops.exchanged(value, HEADS, ROWS, "rows"), lse) for value, lse in made]
+        return [[value for value, _ in made], [lse for _, lse in made]]
 
-    # --- step 3 ---------------------------------------------------------------------------------------------
-
-    def forward(self) -> list[str]:
-        """The op's results; of what kernels save beside the log-sum-exp, nothing."""
-        ops, (q, k, v) = self.ops, (arg.name for arg in self.op.args[:3])
-        rest = ["" for _ in self.op.outputs[2:]]
-        if ops.kind == "ulysses":
-            return [*self._forward_of_heads(q, k, v), *rest]
-        pair = self._pairs(k, v)
-        merged: Merged | None = None
-        later: Merged | None = None
-        for tile in self._tiles():
-            made, lse = self._called(tile, q, *pair(tile.step))
-            if merged is None:
-                merged = Merged(ops, made, lse, split=tile.causal)
-            elif tile.queries is None:
-                merged.add(made, lse)
-            elif tile.queries == "either":
-                merged.add_to_half(made, lse, "either", tile.step)
-            elif later is None:
-                later = Merged(ops, made, lse)
-            else:
-                later.add(made, lse)
-        assert merged is not None
+    def _of_chunk(self, chunk: int, q: str, pair: Pair) -> tuple[str, str]:
+        ops, calls = self.ops, self.calls
+        own = [calls.forward(tile, q, pair(0)) for tile in calls.tiles(chunk, 0)]
+        made, lse = ops.joined([value for value, _ in own]), ops.joined([lse for _, lse in own])
+        if ops.at_hand:
+            return made, lse
+        merged, later = Merged(ops, made, lse, split=calls.causal), None
+        for step in range(1, self.steps):
+            for tile in calls.tiles(chunk, step):
+                made, lse = calls.forward(tile, q, pair(step))
+                if tile.queries is None:
+                    merged.add(made, lse)
+                elif tile.queries == "either":
+                    merged.add_to_half(made, lse, "either", step)
+                elif later is None:
+                    later = Merged(ops, made, lse)
+                else:
+                    later.add(made, lse)
         if later is not None:
             merged.add_to_half(later.value, later.lse, 1, 0)
-        made, lse = merged.result(ops.shape(q)[ROWS], ops.dtype(q))
-        return [*self._without_empty(made, lse), *rest]
-
-    def _called(self, tile: _Tile, q: str, k: str, v: str) -> tuple[str, str]:
-        ops, name = self.ops, tile.name
-        q = ops.half(q, tile.queries, tile.step, f"{name}_q")
-        k, v = (ops.half(x, tile.keys, tile.step, f"{name}_{n}") for n, x in (("k", k), ("v", v)))
-        args, kwargs = self.kernel.arguments(self.op, (q, k, v), ops.columns(tile.step), tile.causal)
-        made = ops.emit(name, ops.target, *args, flops=self._flops(self.op, q, k), **kwargs)
-        self.saved[tile] = made
-        value, lse = (ops.emit(f"{name}_{n}", GETITEM, Ref(made), k) for k, n in enumerate(("made", "lse")))
-        return value, self._plain_lse(lse, ops.shape(value)[:-1])
-
-    def _plain_lse(self, lse: str, shape: Sequence[int]) -> str:
-        """(batch, heads, queries), as kernels pad it or have a dim behind."""
-        if self.ops.shape(lse) == tuple(shape):
-            return lse
-        if len(self.ops.shape(lse)) > len(shape):
-            return self.ops.view(lse, shape, "lse_rows")
-        return self.ops.emit("lse_rows", "slice.Tensor", Ref(lse), ROWS, 0, shape[ROWS])
+        return self._without_empty(*merged.result(ops.shape(q)[ROWS], ops.dtype(q)))
 
     def _without_empty(self, made: str, lse: str) -> tuple[str, str]:
         """Rows that a mask hides all keys from are 0, and have no gradient."""
-        emit, mask = self.ops.emit, self.ops.mask
+        emit, mask = self.ops.emit, self.calls.mask
         if mask is None:
             return made, lse
         empty = emit("empty", "lt.Scalar", Ref(lse), self.ops.lowest(mask) / 8)
@@ -216,137 +235,99 @@ class _Attention:
 
     # --- step 4 ---------------------------------------------------------------------------------------------
 
-    def backward(self, op: Op) -> list[str]:
-        """Gradients of queries, keys and values."""
-        ops, kernel = self.ops, BACKWARDS[op.target.removeprefix("layout.")]
+    def backward(self, op: Op) -> list[list[str]]:
+        """Gradients of queries, and of a mask, of chunks; those of keys and values."""
+        ops, calls, given = self.ops, self.calls, arguments(op)
         ops.start, ops.random = op.name, False
-        grad, q, k, v = (arg.name for arg in op.args[:4])
-        made, lse = op.args[kernel.made].name, op.args[kernel.lse].name
-        rest = ["" for _ in op.outputs[3:]]
+        grads = ops.parts(gradient_of(given))
         if ops.kind == "ulysses":
-            return [*self._backward_of_heads(op, kernel, grad), *rest]
-        pair, dtype = self._pairs(k, v), summed_in(ops.dtype(q))
-        of_queries, later = Summed(ops), Summed(ops)
-        of_pairs = {step: Summed(ops) for step in range(ops.size)}
-        tiles = self._tiles()
-        for tile, after in zip(tiles, [*tiles[1:], None], strict=True):
-            name = tile.name
-            rows = [
-                ops.half(x, tile.queries, tile.step, f"{name}_{n}")
-                for n, x in (("grad", grad), ("q", q), ("made", made), ("lse", lse))
-            ]
-            keys = [
-                ops.half(x, tile.keys, tile.step, f"{name}_{n}")
-                for n, x in zip("kv", pair(tile.step), strict=True)
-            ]
-            dq, dk, dv = self._gradients(op, kernel, tile, (*rows[:2], *keys, *rows[2:]))
-            dq = ops.converted(dq, dtype, f"{name}_dq_wide")
-            if tile.causal:
-                of_queries = Summed(ops, dq, split=True)
-            elif tile.queries == "either":
-                of_queries.add_to_half(dq, "either", tile.step)
-            else:
-                (of_queries if tile.queries is None else later).add(dq)
-            dk, dv = (ops.added_heads(x, self.times, f"{name}_d{n}") for n, x in (("k", dk), ("v", dv)))
-            both = ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)
-            both = ops.converted(both, dtype, f"{name}_pair_wide")
-            if tile.keys is None:
-                of_pairs[tile.step].add(both)
-            else:
-                of_pairs[tile.step].add_to_half(both, tile.keys, tile.step)
-            if ops.kind == "ring" and tile.step and (after is None or after.step != tile.step):
-                sent = of_pairs[tile.step].value
-                came = ops.communicated(PERMUTE_NEXT.target, sent, f"back_{tile.step}")
-                of_pairs[(tile.step + 1) % ops.size].value = came if after else self._added(of_pairs[0], came)
-        if later.value:
-            of_queries.add_to_half(later.value, 1, 0)
-        dq = ops.converted(ops.view(of_queries.value, ops.shape(q), "dq_rows"), ops.dtype(q), "dq")
-        batch, heads, length, features = ops.shape(k)
-        shape = (batch, heads // self.times, length, features + ops.shape(v)[-1])
-        both = ops.converted(self._home(of_pairs, shape), ops.dtype(k), "back_own")
+            grads = [ops.exchanged(x, ROWS, HEADS, "grad_heads") for x in grads]
+            rows = [(grad, *of_chunk) for grad, of_chunk in zip(grads, self.exchanged, strict=True)]
+        else:
+            self.k, self.v = given["key"].name, given["value"].name
+            kept = (ops.parts(given[what].name) for what in ("query", "out", "logsumexp"))
+            rows = list(zip(grads, *kept, strict=True))
+        pair = self._came()
+        of_queries, of_masks = [], []
+        own: list[tuple[int, list[str]]] = []
+        for chunk, of_chunk in enumerate(rows):
+            found: list[str] = []
+            for tile in calls.tiles(chunk, 0):
+                dq, dk, dv, *dm = calls.backward(op, tile, of_chunk, pair(0))
+                found.append(dq)
+                of_masks += dm
+                own.append((tile.seen or ops.shape(self.k)[ROWS], self._of_keys(tile, dk, dv)))
+            of_queries.append(ops.joined(found))
+        sums = [sum_of_first(ops, [(seen, values[n]) for seen, values in own]) for n in range(len(own[0][1]))]
+        if ops.at_hand:
+            if ops.kind == "ulysses":
+                of_queries, sums = (
+                    [ops.exchanged(x, HEADS, ROWS, "grad_rows") for x in all_tokens]
+                    for all_tokens in (of_queries, sums)
+                )
+            return [of_queries, *([x] for x in sums), of_masks]
+        return self._of_others(op, rows, pair, of_queries, sums[0])
+
+    def _of_others(
+        self, op: Op, rows: Sequence[Sequence[str]], pair: Pair, of_queries: Sequence[str], of_pairs: str
+    ) -> list[list[str]]:
+        """The same, with what comes of the keys of other ranks. rows: see `KernelCalls.backward`; of_queries,
+        of_pairs: gradients by a rank's own keys."""
+        ops, calls = self.ops, self.calls
+        wide = summed_in(ops.dtype(self.k))
+        queries = [Summed(ops, ops.converted(dq, wide, "dq_wide"), split=calls.causal) for dq in of_queries]
+        later = [Summed(ops) for _ in rows]
+        pairs = [Summed(ops, of_pairs), *(Summed(ops) for _ in range(1, self.steps))]
+        for step in range(1, self.steps):
+            for tile in [tile for chunk in range(len(rows)) for tile in calls.tiles(chunk, step)]:
+                dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(step))
+                dq = ops.converted(dq, wide, f"{tile.name}_dq_wide")
+                if tile.queries == "either":
+                    queries[tile.chunk].add_to_half(dq, "either", step)
+                else:
+                    (queries if tile.queries is None else later)[tile.chunk].add(dq)
+                (both,) = self._of_keys(tile, dk, dv)
+                if tile.keys is None:
+                    pairs[step].add(both)
+                else:
+                    pairs[step].add_to_half(both, tile.keys, step)
+            if ops.kind == "ring":
+                came = ops.communicated(PERMUTE_NEXT.target, pairs[step].value, f"back_{step}")
+                if step + 1 < self.steps:
+                    pairs[step + 1].value = came
+                else:
+                    pairs[0].add(ops.view(came, ops.shape(pairs[0].value), "back_rows"))
+        for one, behind in zip(queries, later, strict=True):
+            if behind.value:
+                one.add_to_half(behind.value, 1, 0)
+        found = [
+            ops.converted(ops.view(one.value, ops.shape(q), "dq_rows"), ops.dtype(q), "dq")
+            for one, (_, q, *_) in zip(queries, rows, strict=True)
+        ]
+        batch, heads, length, features = ops.shape(self.k)
+        shape = (batch, heads // self.times, length, features + ops.shape(self.v)[-1])
+        both = ops.converted(self._home(pairs, shape), ops.dtype(self.k), "back_own")
         own = zip("kv", self._apart(both, features, "back"), strict=True)
-        return [dq, *(ops.in_first(x, self.times, f"back_{n}_heads") for n, x in own), *rest]
+        return [found, *([ops.in_first(x, self.times, f"back_{n}_heads")] for n, x in own)]
 
-    def _added(self, own: Summed, came: str) -> str:
-        """The gradients of a rank's own keys by its own queries, and by those of others."""
-        came = self.ops.view(came, self.ops.shape(own.value), "back_rows")
-        return self.ops.emit("back_sum", "add.Tensor", Ref(own.value), Ref(came))
+    def _of_keys(self, tile: Tile, dk: str, dv: str) -> list[str]:
+        """What is summed over tiles: as keys and values come."""
+        ops, name = self.ops, tile.name
+        if ops.at_hand:
+            return [dk, dv]
+        dk, dv = (ops.added_heads(x, self.times, f"{name}_d{n}") for n, x in (("k", dk), ("v", dv)))
+        both = ops.emit(f"{name}_pair", "cat.default", (Ref(dk), Ref(dv)), -1)
+        return [ops.converted(both, summed_in(ops.dtype(both)), f"{name}_pair_wide")]
 
-    def _home(self, of_pairs: Mapping[int, Summed], shape: tuple[int, ...]) -> str:
+    def _home(self, of_pairs: Sequence[Summed], shape: tuple[int, ...]) -> str:
         """The gradients of a rank's own keys and values, by all ranks' queries."""
         ops = self.ops
         if ops.kind == "ring":
             return of_pairs[0].value
-        parts = tuple(Ref(ops.view(of_pairs[s].value, shape, f"back_{s}")) for s in range(ops.size))
+        parts = tuple(Ref(ops.view(one.value, shape, f"back_{s}")) for s, one in enumerate(of_pairs))
         steps = ops.emit("back_steps", "stack.default", parts, 0)
         every = ops.emit("back_ranks", "index_select.default", Ref(steps), 0, Ref(ops.sources()))
         # Halves keep a dim of their own, which shows along what the result is sharded.
         halves = (shape[1], 2, shape[2] // 2, shape[3]) if ops.halves else shape[1:]
         every = ops.view(every, (ops.size * shape[0], *halves), "back_all")
         return ops.view(ops.communicated(REDUCE_SCATTER.target, every, "back", "sum"), shape, "back_rows")
-
-    def _gradients(self, op: Op, kernel: Kernel, tile: _Tile, tensors: Sequence[str]) -> tuple[str, str, str]:
-        """tensors: gradient, queries, keys, values, result, log-sum-exp."""
-        ops, (*first, lse) = self.ops, tensors
-        lengths = ops.shape(first[1])[ROWS], ops.shape(first[2])[ROWS]
-        mask = self.ops.columns(tile.step) if ops.kind != "ulysses" else ops.mask
-        given = (*first, self._kernel_lse(lse, kernel))
-        state = self._state(kernel, tile)
-        args, kwargs = kernel.arguments_backward(op, given, mask, tile.causal, lengths, state)
-        flops = op.flops if ops.kind == "ulysses" else self._flops(op, first[1], first[2])
-        target = op.target.removeprefix("layout.")
-        made = Ref(ops.emit(tile.name, target, *args, flops=flops, **kwargs))
-        dq, dk, dv = (ops.emit(f"{tile.name}_d{n}", GETITEM, made, at) for at, n in enumerate("qkv"))
-        return dq, dk, dv
-
-    def _kernel_lse(self, lse: str, kernel: Kernel) -> str:
-        """As the kernel keeps it."""
-        if kernel.lse_multiple == 1 and kernel.lse_dims == 3:
-            return lse
-        rows, lse = self.ops.shape(lse)[ROWS], self.ops.out.contiguous(lse)
-        missing = -rows % kernel.lse_multiple
-        if missing and len(self.ops.shape(lse)) == 3:
-            lse = self.ops.emit("lse_padded", "constant_pad_nd.default", Ref(lse), (0, missing), math.inf)
-        if kernel.lse_dims > len(self.ops.shape(lse)):
-            lse = self.ops.emit("lse_column", "unsqueeze.default", Ref(lse), -1)
-        return lse
-
-    def _state(self, kernel: Kernel, tile: _Tile) -> list[str]:
-        """What a kernel has drawn by. Without dropout that is nothing, and calls of one shape share it."""
-        alike = [one for one in self.saved if (one.queries is None) == (tile.queries is None)]
-        drawn = self.saved[tile if self.kernel.drops(self.op) else alike[0]]
-
-        def taken(at: int) -> str:
-            return self.ops.emit(f"state_{at}", GETITEM, Ref(drawn), at)
-
-        return [self.ops.once(f"{drawn}_{at}", lambda at=at: taken(at)) for at in kernel.state_of]  # type: ignore[misc]
-
-    # --- all tokens of fewer heads --------------------------------------------------------------------------
-
-    def _forward_of_heads(self, *tensors: str) -> list[str]:
-        ops, tile = self.ops, _Tile(0, causal=self.causal)
-        for x in tensors:
-            heads = ops.shape(x)[HEADS]
-            if heads % ops.size:
-                raise UsageError(
-                    f'cp_kind = "ulysses": {self.op.module} has {heads} heads on a rank, which {ops.size} '
-                    'ranks cannot share equally: give cp_kind = "ring"'
-                )
-        q, k, v = (ops.exchanged(x, ROWS, HEADS, f"{n}_heads") for n, x in zip("qkv", tensors, strict=True))
-        if ops.mask is not None and ops.shape(ops.mask)[-3:-2] == (ops.shape(tensors[0])[HEADS],):
-            dim = len(ops.shape(ops.mask)) - 3
-            ops.mask = ops.emit("mask_heads", SLICE, Ref(ops.mask), dim, 1, ops.axis, ops.size)
-        args, kwargs = self.kernel.arguments(self.op, (q, k, v), ops.mask, self.causal)
-        self.saved[tile] = ops.emit("made", ops.target, *args, flops=self.op.flops, **kwargs)
-        value, lse = (
-            ops.emit(n, GETITEM, Ref(self.saved[tile]), at) for at, n in enumerate(("value", "lse"))
-        )
-        self.exchanged = (q, k, v, value, lse)
-        plain = self._plain_lse(lse, ops.shape(value)[:-1])
-        return [ops.exchanged(value, HEADS, ROWS, "rows"), plain]
-
-    def _backward_of_heads(self, op: Op, kernel: Kernel, grad: str) -> list[str]:
-        grad = self.ops.exchanged(grad, ROWS, HEADS, "grad_heads")
-        tile = next(iter(self.saved))
-        made = self._gradients(op, kernel, tile, (grad, *self.exchanged))
-        return [self.ops.exchanged(x, HEADS, ROWS, f"d{n}_rows") for n, x in zip("qkv", made, strict=True)]

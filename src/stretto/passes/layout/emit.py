@@ -9,11 +9,10 @@ the program's own, at the end:
     layout.scatter(x, dim, blocks, axis, size)    a slice of the sum
     layout.slice(x, dim, blocks, axis, size)      a slice of what all have
     layout.reduce(x, "sum" | "max", axis, size)
-    layout.attention(kernel, ...)                 of one chunk, see `attention`
     layout.exchange(x, before, after, axis, size) a slice along dim `after`, of one along dim `before`
 
-Attention of a sequence that ranks share is one op until `context_steps`: "layout." before the kernel's
-target, of what a rank has, with the keyword `over`: (axis, size, kind, whether in two halves).
+Attention that ranks or chunks share is one op until `context_steps`: "layout." before the kernel's target,
+of what a rank has, with the keyword `over`: (axis, size, kind, whether in two halves, rows of chunks).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from stretto.backend.dispatch_adapter import overload, returns_view
 from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
-from stretto.passes.layout.kernels import BACKWARDS, KERNELS
+from stretto.passes.layout.kernels import KERNELS, SHARED_OP, arguments, call, kernel_of
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
 from stretto.passes.layout.program import Origin
 from stretto.passes.rewrite import spec_with, strides_of
@@ -38,10 +38,6 @@ from stretto.passes.rewrite import spec_with, strides_of
 GATHER, SCATTER, SLICE, REDUCE, EXCHANGE = LAYOUT_OPS = (
     *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce", "layout.exchange"),
 )
-SHARED_OP, OVER = "layout.aten.", "over"
-
-ATTEND = "layout.attention"
-
 ON_THE_RANK = {"device": Const("device", "job")}
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
@@ -128,6 +124,11 @@ class Emitter:
         if len(op.outputs) == 1 and op.outputs[0] is not None:
             self.specs[op.name] = op.outputs[0]
 
+    def again(self, op: Op, origin: Origin) -> str:
+        """Append an op of a program, which makes what PyTorch says now."""
+        self.keep(replace(op, outputs=self._made(op.target, op.args, op.kwargs)), origin)
+        return op.name
+
     def _made(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
         if target == GETITEM:
             return (self.outputs[args[0].name][args[1]],)
@@ -137,11 +138,8 @@ class Emitter:
             return (self.specs[args[0].name],)
         if target in LAYOUT_OPS or target in BY_TARGET or target == CHUNK:
             return (_communicated(target, self.specs[args[0].name], args),)
-        if target == ATTEND:
-            return self._made(args[0], args[1:], kwargs)
         if target.startswith(SHARED_OP):
-            target, kwargs = target.removeprefix("layout."), [one for one in kwargs if one[0] == "scale"]
-            made = self._made(target, _without_mask(target, args), kwargs)
+            made = self._made(*_without_mask(Op("", target, tuple(args), tuple(kwargs), ())))
             return made if "_backward" in target else (made[0], lse_of(made), *made[2:])
         key = f"{target}{self._text(tuple(args))}{self._text(tuple(kwargs))}"
         if key not in _known:
@@ -270,11 +268,11 @@ def lse_of(made: Outputs) -> TensorSpec:
     return TensorSpec(made[0].shape[:3], made[1].dtype)
 
 
-def _without_mask(target: str, args: Sequence[Arg]) -> Sequence[Arg]:
+def _without_mask(op: Op) -> tuple[str, Sequence[Arg], Sequence[tuple[str, Arg]]]:
     """A mask is of all keys, and a rank has its own."""
-    kernel = (KERNELS | BACKWARDS)[target]
-    at = -1 if kernel.mask is None else kernel.mask
-    return [None if k == at else arg for k, arg in enumerate(args)]
+    kernel, given = op.target.removeprefix("layout."), arguments(op)
+    args, kwargs = call(kernel, {**given, KERNELS[kernel_of(op)].mask: None})
+    return kernel, args, tuple(kwargs.items())
 
 
 def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorSpec:

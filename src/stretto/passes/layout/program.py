@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,23 +64,31 @@ class StepProgram:
     roots: Mapping[str, str]
     ties: Mapping[str, str]
 
+    def with_ops(self, ops: Iterable[tuple[Op, Origin]], now: Callable[[str], str]) -> StepProgram:
+        """Other ops. now: what a root's value is called in them."""
+        roots = {root: now(value) for root, value in self.roots.items()}
+        return replace(self, ops=tuple(ops), roots=roots)
+
 
 def with_equal_views_once(program: StepProgram) -> StepProgram:
     """Views of one value that are equal become one, which is gathered once for all that read it: those of
     modules side by side, so that no stage sends one to another, and not one of the forward for the backward,
     for which it would be kept."""
     first: dict[tuple[object, ...], str] = {}
-    now: dict[str, str] = {}
+    gone: dict[str, str] = {}
+
+    def now(name: str) -> str:
+        return gone.get(name, name)
+
     ops: list[tuple[Op, Origin]] = []
     for op, origin in program.ops:
-        op = with_uses(op, lambda name: now.get(name, name))
+        op = with_uses(op, now)
         if op.target in SAME_DATA and not is_external(op.uses[0]):
             beside = op.module.rpartition(".")[0]
             key = (op.target, repr(op.args), repr(op.kwargs), origin.backward, beside)
             if key in first:
-                now[op.name] = first[key]
+                gone[op.name] = first[key]
                 continue
             first[key] = op.name
         ops.append((op, origin))
-    roots = {root: now.get(value, value) for root, value in program.roots.items()}
-    return replace(program, ops=tuple(ops), roots=roots)
+    return program.with_ops(ops, now)

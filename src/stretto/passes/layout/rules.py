@@ -12,7 +12,8 @@ from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
-from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SHARED_OP, SLICE, Emitter
+from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SLICE, Emitter
+from stretto.passes.layout.kernels import SHARED_OP
 from stretto.passes.layout.placement import (
     HIGHEST,
     REPLICATED,

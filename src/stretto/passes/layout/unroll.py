@@ -18,18 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.backend.dispatch_adapter import named, overload
-from stretto.ir.program import GETITEM, VIEWS, Arg, Op, Ref
-from stretto.passes.layout.attention import OF_BACKWARD, AttentionChunks, total
-from stretto.passes.layout.emit import (
-    ATTEND,
-    GATHER,
-    LAYOUT_OPS,
-    REDUCE,
-    SLICE,
-    Emitter,
-    MisfitError,
-)
+from stretto.ir.program import VIEWS, Arg, Op, Ref
+from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SLICE, Emitter, MisfitError
 from stretto.passes.layout.placement import AxisPlacement
 from stretto.passes.layout.program import SIZE_AT, Origin, StepProgram
 from stretto.passes.layout.rules import SPLITS
@@ -52,17 +42,14 @@ def unroll(made: ShardedProgram, axis: str, members: Sequence[int]) -> Unrolled:
 
 
 class _Walk:
-    """of: value -> what it is in each chunk. several: op with several results -> of each chunk, these by
-    number. attended: a result of attention -> its op."""
+    """of: value -> what it is in each chunk. joined: parts, and along which dim -> what they are together."""
 
     def __init__(self, made: ShardedProgram, axis: str, members: Sequence[int]) -> None:
         self.made, self.axis, self.members = made, axis, members
         program = made.program
         self.out = Emitter("", 1, program.given, [op.name for op, _ in program.ops])
         self.of: dict[str, tuple[str, ...]] = {name: (name,) * len(members) for name in program.given}
-        self.attention = AttentionChunks(self.out, {}, {})
-        self.several: dict[str, list[Mapping[int, str]]] = {}
-        self.attended: dict[str, str] = {}
+        self.joined: dict[tuple[tuple[str, ...], int], str] = {}
         partial = {program.roots[root] for root in made.partial}
         self.partial = dict.fromkeys(partial, "")
 
@@ -83,12 +70,6 @@ class _Walk:
         count = len(self.members)
         if op.target in LAYOUT_OPS and op.args[-2] == self.axis:
             self.of[op.name] = tuple(self._communicated(op, self.of[op.args[0].name]))
-        elif op.target == ATTEND:
-            self._attention(op)
-        elif op.target == GETITEM and op.args[0].name in self.several:
-            results = self.several[op.args[0].name]
-            self.of[op.name] = tuple(each[op.args[1]] for each in results)
-            self.attended[op.name] = op.args[0].name
         elif all(len(set(self.of[name])) == 1 for name in op.uses):
             self.out.keep(with_uses(op, lambda name: self.of[name][0]), origin)
             self.of[op.name] = (op.name,) * count
@@ -102,8 +83,11 @@ class _Walk:
         dim, blocks = op.args[1], op.args[2]
         if op.target == GATHER:
             return [self._joined(parts, dim, blocks)] * count
-        full = [parts[0]] * count if op.target == SLICE else [total(self.out, parts)] * count
-        return [self._part(x, dim, blocks, k) for k, x in enumerate(full)]
+        full = parts[0] if op.target == SLICE else total(self.out, parts)
+        cut = [self._part(full, dim, blocks, k) for k in range(count)]
+        if blocks == 1:
+            self.joined[tuple(cut), dim] = full
+        return cut
 
     def _blocks(self, x: str, dim: int, blocks: int) -> str:
         """With the blocks as a dim of their own, before that of their elements."""
@@ -111,10 +95,14 @@ class _Walk:
         return self.out.view(x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]))
 
     def _joined(self, parts: Sequence[str], dim: int, blocks: int) -> str:
+        """Parts put together, once."""
         if blocks == 1:
-            return self.attention.join(tuple(parts), dim)
-        wide = tuple(self._blocks(part, dim, blocks) for part in parts)
-        full = self.attention.join(wide, dim + 1)
+            key = tuple(parts), dim
+            if key not in self.joined:
+                name, refs = f"{parts[-1]}_joined", tuple(map(Ref, parts))
+                self.joined[key] = self.out.emit("aten.cat.default", refs, dim, name=name)
+            return self.joined[key]
+        full = self._joined([self._blocks(part, dim, blocks) for part in parts], dim + 1, 1)
         shape = self.out.specs[full].shape
         return self.out.view(full, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
 
@@ -127,20 +115,6 @@ class _Walk:
             return part
         shape = self.out.specs[part].shape
         return self.out.view(part, (*shape[:dim], shape[dim] * shape[at], *shape[at + 1 :]))
-
-    def _attention(self, op: Op) -> None:
-        function = overload(op.args[0])
-        assert function is not None
-        given = named(function, op.args[1:], dict(op.kwargs))
-        calls = [
-            {what: Ref(self.of[arg.name][k]) if isinstance(arg, Ref) else arg for what, arg in given.items()}
-            for k in range(len(self.members))
-        ]
-        if op.args[0] in OF_BACKWARD:
-            forward = self.attended[given["logsumexp"].name]
-            self.several[op.name] = self.attention.backward(op, forward, calls)
-        else:
-            self.several[op.name] = self.attention.forward(op, calls)
 
     def _of_chunk(self, op: Op, k: int) -> str:
         def arg(value: Arg) -> Arg:
@@ -174,3 +148,12 @@ def _scaled(shape: Sequence[int], placement: AxisPlacement | None, times: int) -
     if placement is None or not placement.is_sharded:
         return tuple(shape)
     return tuple(n * times if dim == placement.dim else n for dim, n in enumerate(shape))
+
+
+def total(out: Emitter, partials: Sequence[str], largest: bool = False) -> str:
+    """The sum of values, or of each element the largest."""
+    result, *rest = partials
+    for other in rest:
+        target = "aten.maximum.default" if largest else "aten.add.Tensor"
+        result = out.emit(target, Ref(result), Ref(other), name=f"{result}_sum")
+    return result

@@ -37,7 +37,7 @@ function spanFacts(data, timeline, lane, i) {
   if (!lane.compute) {
     const edge = /\be(\d+):/.exec(name), op = name.split(" ").pop();
     if (edge && data.edges[edge[1]] !== undefined) add("tensor", data.texts[data.edges[edge[1]]]);
-    else if (data.opNumber.has(op)) add("tensor", data.texts[data.ops.out[data.opNumber.get(op)]]);
+    else if (data.opNumber.has(op)) add("tensor", data.texts[data.ops.makes[data.opNumber.get(op)]]);
     if (lane.bytes[i]) add("bytes", bytesText(lane.bytes[i]));
     if (lane.sender[i] >= 0) add("sent by", timeline.names[lane.sender[i]]);
     if (lane.sent[i] > 0) add("sent before", timeText(lane.sent[i] * data.tick_us));
@@ -49,10 +49,10 @@ function spanFacts(data, timeline, lane, i) {
 function opFacts(data, timeline, op, begin, end) {
   const { ops, texts, tick_us: tick } = data, facts = [[texts[ops.name[op]], ""]];
   const add = (what, value) => value !== "" && facts.push([what, value]);
-  add("op", texts[ops.target[op]]);
+  add("op", texts[ops.op[op]]);
   add("module", texts[ops.module[op]]);
-  add("reads", texts[ops.in[op]]);
-  add("makes", texts[ops.out[op]]);
+  add("reads", texts[ops.reads[op]]);
+  add("makes", texts[ops.makes[op]]);
   add("category", MEANING[data.categories[ops.category[op]]]);
   add("new bytes", bytesText(ops.bytes[op]));
   if (ops.flops[op]) add("work", flopsText(ops.flops[op]));
