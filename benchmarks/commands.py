@@ -190,6 +190,23 @@ def moe(
 
 
 @bench.command()
+def context(
+    rate: RatesOfRaces = "balanced",
+    hosts: Annotated[str, typer.Option(help="Hosts that share a sequence, a rank on each: 2, 4.")] = "2,4",
+    rounds: Rounds = 3,
+    json_out: JsonOut = None,
+    keep_out: KeepOut = None,
+) -> None:
+    """A long sequence that ranks share: a ring waited for and hidden, gathered, Ulysses, PyTorch's own."""
+    from benchmarks.context import SHAPES, VERSION, WORKER, races
+
+    _begin(rounds, 3, json_out)
+    setups = races(_rates(rate), _numbers("--hosts", hosts, SHAPES), rounds=rounds)
+
+    _run(WORKER, setups, tables.context_table, json_out, keep_out, {"version": VERSION})
+
+
+@bench.command()
 def unet(
     rate: Annotated[
         str,

@@ -100,6 +100,33 @@ def moe_table(race: Row) -> Grid:
     )
 
 
+def context_table(race: Row) -> Grid:
+    """Of one race of `benchmarks.context`."""
+    columns: Columns = {
+        "system": ("system", "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.0f}"),
+        "x blocking": ("speedup_vs_blocking", "{:.2f}"),
+        "x torch ring": ("speedup_vs_torch_ring", "{:.2f}"),
+        "vs bound": ("ratio_to_bound", "{:.2f}"),
+        "exposed ms": (lambda row: 1e3 * row["exposed_s"] if "exposed_s" in row else None, "{:.0f}"),
+        "of messages": (
+            lambda row: 1e3 * row["exposed_messages_s"] if "exposed_messages_s" in row else None,
+            "{:.0f}",
+        ),
+        "hidden": (lambda row: row.get("hidden"), "{:.0%}"),
+        "vs planned": _against("step_s", "planned_s"),
+    }
+    setup = race["setup"]
+    return grid_of(
+        f"cp={setup['cp']}, {setup['sequence']} tokens, hidden {setup['hidden']}, {setup['rate']}: "
+        f"communication takes {setup['communication_over_compute']:.2f} of compute",
+        columns,
+        race["rows"],
+        caption=f"{setup['layers']} layers, {setup['microbatches']} microbatches, medians of "
+        f"{setup['rounds']} rounds; {_bound(race)}",
+    )
+
+
 def unet_table(race: Row) -> Grid:
     """Of one race of `benchmarks.unet`."""
 

@@ -113,6 +113,6 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int], axis: str = AXIS) -> 
             if asked is not None and asked.axis == axis:
                 collective_us += axis_time(costs, axis, asked.kind, asked.nbytes).us
                 assert op.kind is not None
-                wire_bytes += op.kind.moved(asked.size) * asked.nbytes
+                wire_bytes += op.kind.moved(job.size(axis)) * asked.nbytes
     leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
     return RankWork(compute_us, collective_us, wire_bytes, float(sum(edge.spec.nbytes for edge in leaving)))
