@@ -32,6 +32,7 @@ from benchmarks.racing import (
     check_loss,
     compare,
     drop_gradients,
+    exposed_by_s,
     exposed_s,
     fresh,
     hidden,
@@ -143,7 +144,7 @@ def make_result(
     after the race, from which the bound is.
     """
     bases_s = {"blocking": times[BLOCKING].median_s, "torch_ring": times[TORCH_RING].median_s}
-    messages = {name: _messages_s(plan, timelines[name]) for name, plan in plans.items()}
+    messages = {name: exposed_by_s(plan, timelines[name], PERMUTE_NEXT) for name, plan in plans.items()}
     own = {}
     for name, plan in plans.items():
         planned_s = prediction_of(plan).step_us / 1e6
@@ -169,19 +170,6 @@ def make_result(
         costs=plans[RING].costs.source,
         **more,
     )
-
-
-def _messages_s(plan: Plan, lines: Sequence[Timeline]) -> float:
-    """How long the only pipeline rank waits for messages of a ring."""
-    labels = {
-        op.label
-        for stage in plan.job.stages
-        for ops in stage.ops.values()
-        for op in ops
-        if op.kind is PERMUTE_NEXT
-    }
-    (result,) = exposed_s(lines, lambda span: span.name in labels)
-    return result
 
 
 WORKER = "context"

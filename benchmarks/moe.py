@@ -26,7 +26,7 @@ from benchmarks.moe_model import Routing, Stack, squared_error, under_experts
 from benchmarks.racing import (
     Times,
     check_steps,
-    exposed_s,
+    exposed_by_s,
     hidden,
     is_first,
     keep_runs,
@@ -169,7 +169,7 @@ def make_result(
     """
     fastest_s = min(took.median_s for name, took in times.items() if name.startswith(MLP_ONLY))
     bases_s = {"serial": times[SERIAL].median_s, "mlp_only": fastest_s}
-    exposed = {name: _all_to_all_s(plans[name], lines) for name, lines in timelines.items()}
+    exposed = {name: exposed_by_s(plans[name], lines, ALL_TO_ALL) for name, lines in timelines.items()}
     own = {}
     for name, plan in plans.items():
         planned_s = prediction_of(plan).step_us / 1e6
@@ -195,19 +195,6 @@ def make_result(
         costs=plans[SERIAL].costs.source,
         **more,
     )
-
-
-def _all_to_all_s(plan: Plan, lines: Sequence[Timeline]) -> float:
-    """Exposed, of the only pipeline rank."""
-    labels = {
-        op.label
-        for stage in plan.job.stages
-        for ops in stage.ops.values()
-        for op in ops
-        if op.kind is ALL_TO_ALL
-    }
-    (result,) = exposed_s(lines, lambda span: span.name in labels)
-    return result
 
 
 WORKER = "moe"

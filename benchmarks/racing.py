@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.errors import RunError
+from stretto.ir.collectives import Kind
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
@@ -212,6 +213,13 @@ Counts = Callable[[Span], bool]
 def exposed_s(lines: Sequence[Timeline], counts: Counts = lambda span: True) -> list[float]:
     """By pipeline rank, the median over steps."""
     return [statistics.median(column) / 1e6 for column in zip(*(_exposed_us(line, counts) for line in lines))]
+
+
+def exposed_by_s(plan: Plan, lines: Sequence[Timeline], kind: Kind) -> float:
+    """How long the only pipeline rank waits for collectives of a kind."""
+    labels = {op.label for stage in plan.job.stages for op in stage.all_ops if op.kind is kind}
+    (result,) = exposed_s(lines, lambda span: span.name in labels)
+    return result
 
 
 def _exposed_us(line: Timeline, counts: Counts) -> list[float]:

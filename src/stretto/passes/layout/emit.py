@@ -38,7 +38,6 @@ from stretto.passes.rewrite import spec_with, strides_of
 GATHER, SCATTER, SLICE, REDUCE, EXCHANGE = LAYOUT_OPS = (
     *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce", "layout.exchange"),
 )
-ON_THE_RANK = {"device": Const("device", "job")}
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
 Outputs = tuple[TensorSpec | None, ...]
