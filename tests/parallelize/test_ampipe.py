@@ -131,6 +131,17 @@ def test_attention_is_that_of_the_uncut_one(name: str) -> None:
     assert cut == 5 * one
 
 
+def test_chunks_begin_with_queries_of_the_first_attention() -> None:
+    """What makes them is of all tokens at once, forward and backward."""
+    model = Model(Attention(4, 0.0, {}), Attention(4, 0.0, {})).double()
+
+    def products(block: int) -> int:
+        maker = f"blocks.{block}.q"
+        return sum(bool(op.flops) and op.module == maker for op in ops_of(model, 3))
+
+    assert (products(0), products(1)) == (3, 3 * 3)
+
+
 @pytest.mark.parametrize("name", ["causal", *(slow(name) for name in ATTENTIONS if name != "causal")])
 def test_attention_draws_what_it_draws_in_the_uncut_model(name: str) -> None:
     heads, more = ATTENTIONS[name]

@@ -1,8 +1,9 @@
-"""Where the sequence is in chunks (AMPipe): from what enters the first block to what leaves the last one.
+"""Where the sequence is in chunks (AMPipe): from the first attention to what leaves the last block.
 
-    1. What enters the first block, the residual stream, is sharded along the sequence over an axis of time,
-       and so are gradients of what leaves the last block. Where a rank has several blocks of tokens, a chunk
-       has its part of each.
+    1. Queries of the first attention are sharded along the sequence over an axis of time, and so are
+       gradients of what leaves the last block. Where ranks share each chunk, or no kernel computes that
+       attention, what enters the first block, the residual stream, is sharded in place of queries. Where a
+       rank has several blocks of tokens, a chunk has its part of each.
     2. `shard` carries that through the blocks, and `unroll` writes the chunks one behind another. Chunk k of
        attention reads keys of the chunks before it (`attention`); all else is of a chunk's own tokens.
     3. What leaves the blocks is full again.
@@ -14,14 +15,15 @@ streams.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from stretto.errors import UsageError
 from stretto.ir.program import GETITEM, Op, TensorSpec
 from stretto.parallelize.parts import lengths_of
-from stretto.passes.layout.attention import check_draws, rules_of_chunks, shared
+from stretto.passes.layout.attention import ROWS, check_draws, rules_of_chunks, shared
+from stretto.passes.layout.kernels import SHARED_OP
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.shard import PARAM, AxisRules, shard
@@ -48,8 +50,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedProgram:
-    """entering, leaving: the chunks of what enters the first block, and of what leaves the blocks and is
-    gathered there."""
+    """entering, leaving: the chunks of what enters the first block, where they begin there, and of what
+    leaves the blocks and is gathered there."""
 
     program: StepProgram
     entering: tuple[str, ...]
@@ -102,6 +104,7 @@ def in_chunks(
     unit = gcd(*lengths)
     part = sharded(SEQUENCE_DIM, blocks_of_tokens or 1)
     region = _Region(program, blocks, stream, part)
+    begin = region.at_attention() if ranks == 1 else {}
     if ranks > 1:
         region = region.with_norm_behind()
     made = shard(
@@ -109,17 +112,17 @@ def in_chunks(
         AXIS,
         stream.length // unit,
         {},
-        region.wishes(),
+        (begin or {stream.name: part}) | region.wishes(),
         may_be_partial,
         AxisRules(rules=rules_of_chunks(lengths, part.blocks), of_time=True),
     )
     unrolled = unroll(made, AXIS, [length // unit for length in lengths], blocks_of_tokens > 0)
-    entering = made.forms[stream.name][part]
+    entering = made.forms[stream.name].get(part, "")
     # Chunks of one length are slices in blocks when they are joined; others are gathered before.
     in_blocks = len({*lengths}) == part.blocks == 1
     left = [region.leaving, *(() if in_blocks else region.gradients)]
     leaving = tuple(chunk for name in left for chunk in unrolled.chunks.get(name, ()))
-    return ChunkedProgram(unrolled.program, unrolled.chunks[entering], leaving)
+    return ChunkedProgram(unrolled.program, unrolled.chunks.get(entering, ()), leaving)
 
 
 class _Region:
@@ -150,10 +153,22 @@ class _Region:
         wider = _Region(self.program, (*self.modules, behind), self.stream, self.part)
         return wider if wider.leaving else self
 
-    def wishes(self) -> Mapping[str, AxisPlacement]:
-        """Steps 1 and 3."""
-        result = {self.stream.name: self.part}
-        result |= dict.fromkeys(self._left(), REPLICATED)
+    def at_attention(self) -> dict[str, AxisPlacement]:
+        """Step 1 for queries, and for gradients of what their attention reads. Nothing where the first block
+        has no attention by a kernel."""
+        forward, backward = (
+            [op for op in self._parts(ops)[1] if op.target.startswith(SHARED_OP)]
+            for ops in (self.forward, self.backward)
+        )
+        if not forward or not _inside(forward[0], self.modules[:1]):
+            return {}
+        first = {op.name for op in backward[-1:]}
+        gradients = (op.name for op in self.backward if op.target == GETITEM and op.args[0].name in first)
+        return dict.fromkeys(gradients, REPLICATED) | {forward[0].args[0].name: replace(self.part, dim=ROWS)}
+
+    def wishes(self) -> dict[str, AxisPlacement]:
+        """Step 3, and gradients of what leaves the blocks."""
+        result = dict.fromkeys(self._left(), REPLICATED)
         before, inside, _ = self._parts(self.backward)
         outside = {op.name for op in before}
         for name in {name: None for op in inside for name in op.uses if name in outside}:
