@@ -212,6 +212,21 @@ def test_nothing_behind_the_diagonal_is_computed() -> None:
     assert attention_flops(job) == full // 16 * (1 + 3 / 2)
 
 
+@pytest.mark.parametrize("kind", ["ring", "gathered"])
+def test_a_window_meets_and_sends_what_it_sees(kind: str) -> None:
+    """Of four ranks, a block of two tokens sees that before it: of the rank before, or of the one behind.
+    What sees nothing is not computed, and a ring sends nothing there."""
+    layers = SMALL["num_hidden_layers"]
+    model = small("MistralForCausalLM", sliding_window=3).double()
+    full = attention_flops(capture(model, batch_of(), huggingface_loss, Parallel(microbatches=2)))
+    job = capture(model, batch_of(), huggingface_loss, context(cp=4, cp_kind=kind))
+    assert attention_flops(job) == full // 16 * (1 + 2 / 4)  # own keys, and half of half with two ranks
+    if kind == "ring":
+        found = collectives(job)  # keys each way, and their gradients
+        assert found["cp", "permute_next"] == found["cp", "permute_previous"] == layers * (2 + 1)
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_loss, batch_of())
+
+
 def test_tokens_that_are_one_more_than_the_sequence() -> None:
     """Inputs and targets are slices of them."""
     tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(3))
@@ -294,6 +309,7 @@ MASKS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Tensor], float]] 
     [
         {},
         slow({"cp": 4, "cp_kind": "gathered"}),
+        slow({"cp": 4}),
         {"cp_kind": "ulysses"},
         slow({"pp": 2, "cp_kind": "gathered"}),
     ],

@@ -112,7 +112,7 @@ def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> Shar
         )
     best, above = context.rows_of_masks(ahead, blocks)
     parts = context.sequences(program, length, traced.job.replicated, above - best.keys(), blocks)
-    own = AxisRules(parts, best, context.rules_of(layout.context_kind), mirrored=blocks == 2)
+    own = AxisRules(parts, best, context.rules_of(layout.context_kind, ahead), mirrored=blocks == 2)
     made = shard(program, CP.name, size, {}, {}, _may_be_partial(traced), own)
     for one in made.gathered:
         if as_kernel(one.op).target in ATTENTION | ATTENTION_BACKWARD:

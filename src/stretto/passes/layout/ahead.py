@@ -16,9 +16,9 @@ from stretto.passes.layout.program import KEEP_PARTIAL, LIKE, NEW, SAME_DATA, ZE
 from stretto.passes.layout.rules import passes_sums, rule_of
 
 MOST_OPS = 40
-"""Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer. 200 changes none of 70
-steps (Llama, GPT, GPT-2, Qwen2 and 3, Gemma2, Mixtral; tp, cp, chunks, the sequence or not), and takes a tenth
-of the time of capture more."""
+"""Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer. 200 changes none of
+70 steps (Llama, GPT, GPT-2, Qwen2 and 3, Gemma2, Mixtral; tp, cp, chunks, the sequence or not), and capture
+takes a tenth longer."""
 
 
 @dataclass(frozen=True, slots=True)

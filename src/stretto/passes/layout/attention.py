@@ -39,8 +39,9 @@ ROWS = 2
 BEHIND = sharded(ROWS, 0)
 """Chunks one behind another, whatever blocks each has."""
 
-ALONE = ("", 1, "", False, ())
-"""`over` of one rank and one chunk: (axis, size, kind, whether in two halves, rows of chunks)."""
+ALONE = ("", 1, "", False, (), ())
+"""`over` of one rank and one chunk: (axis, size, kind, whether in two halves, of each step which halves of
+queries meet which of keys, rows of chunks)."""
 
 
 def shared(program: StepProgram) -> StepProgram:
@@ -119,7 +120,7 @@ def _in_chunks(lengths: tuple[int, ...], blocks: int, op: Op, given: OpGiven) ->
     is_cut = given.placements[first] == rows
     if not is_cut or (known["is_causal"] and not (same and has_later and mask_of(op) is None)):
         return
-    over = (*dict(op.kwargs)[OVER][:4], lengths)
+    over = (*dict(op.kwargs)[OVER][:-1], lengths)
     for of_keys in (REPLICATED, rows) if blocks == 1 else (REPLICATED,):
         inputs = placed(op, given, rows, of_keys, REPLICATED)
         made = rows if blocks > 1 and same else of_keys

@@ -17,9 +17,11 @@ from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD, OWN
 from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.attention import ROWS, first_of, placed, results_of, with_over
+from stretto.passes.layout.context_ops import Half
 from stretto.passes.layout.emit import REDUCE, Emitter
 from stretto.passes.layout.kernels import BACKWARDS, KERNELS, arguments, mask_of
 from stretto.passes.layout.losses import MEAN, NLL, NLL_BACKWARD
+from stretto.passes.layout.mask_blocks import blocks_seen
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.rules import Choice, OpGiven, Rule, emit_op
@@ -33,6 +35,8 @@ FLOPS_A_BYTE = 1000
 """Flops under which a message's byte may be hidden. An H100 computes 990 TFLOP/s and sends 450 GB/s in a
 node, 50 between nodes: 2,200 and 20,000."""
 BATCH, EMBEDDING, SLICED = "batch/", "aten.embedding.default", "aten.slice.Tensor"
+CAUSAL: tuple[tuple[Half, Half], ...] = ((1, 0), ("either", "either"))
+ALL: tuple[tuple[Half, Half], ...] = ((None, None),)
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 
 
@@ -106,7 +110,27 @@ def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
     return "ring" if flops > FLOPS_A_BYTE * (2 * keys.nbytes // size) else "gathered"
 
 
-def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
+def met_in_steps(ahead: Ahead, op: Op, size: int) -> tuple[tuple[tuple[Half, Half], ...], ...]:
+    """Of each step, which halves of a rank's queries meet which of the keys that come, on any rank. A mask
+    that hides what is behind the diagonal, by blocks, has the pairs of causal attention."""
+    mask, last = mask_of(op), 2 * size - 1
+    if mask is None:
+        return (CAUSAL if arguments(op)["is_causal"] else ALL,) * size
+    seen = blocks_seen(ahead, mask, last + 1, last + 1)
+
+    def of_rank(rank: int, step: int) -> set[tuple[Half, Half]]:
+        queries, keys = ((r, last - r) for r in (rank, (rank - step) % size))
+        either = 0 if rank >= step else 1
+        found = {(i, j) for i, q in enumerate(queries) for j, k in enumerate(keys) if (q, k) in seen}
+        return {("either", "either") if pair == (either, either) else pair for pair in found}
+
+    steps = [set().union(*(of_rank(rank, step) for rank in range(size))) for step in range(size)]
+    if all(pairs <= {*CAUSAL} for pairs in steps[1:]):
+        return tuple(tuple(pair for pair in CAUSAL if pair in pairs) for pairs in steps)
+    return tuple(ALL if pairs else () for pairs in steps)
+
+
+def _attention(kind: str, ahead: Ahead, op: Op, given: OpGiven) -> Iterator[Choice]:
     """Step 1. kind: as the setting `cp_kind`."""
     first, hidden = first_of(op), mask_of(op)
     queries, keys = given.specs[first : first + 2]
@@ -123,7 +147,7 @@ def _attention(kind: str, op: Op, given: OpGiven) -> Iterator[Choice]:
     inputs, results = placed(op, given, rows, rows, mask), results_of(op, rows, rows)
 
     def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
-        over = (out.axis, out.size, kind, rows.blocks > 1, ())
+        over = (out.axis, out.size, kind, rows.blocks > 1, met_in_steps(ahead, op, out.size), ())
         return emit_op(Choice(inputs or (), results), out.size)(out, with_over(op, over), local)
 
     if inputs is not None:
@@ -165,9 +189,9 @@ def _mean_backward(op: Op, given: OpGiven) -> Iterator[Choice]:
     yield Choice((REPLICATED, at, at, REPLICATED), (at,), emit)
 
 
-def rules_of(kind: str) -> dict[str, Rule]:
+def rules_of(kind: str, ahead: Ahead) -> dict[str, Rule]:
     """Rules along the sequence. kind: as the setting `cp_kind`."""
-    attention = partial(_attention, kind)
+    attention = partial(_attention, kind, ahead)
     return {**dict.fromkeys((*KERNELS, *BACKWARDS), attention), NLL: _mean, NLL_BACKWARD: _mean_backward}
 
 

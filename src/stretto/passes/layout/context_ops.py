@@ -41,7 +41,7 @@ class StepOps:
 
     def __init__(self, out: Emitter, op: Op) -> None:
         self.out, self.start, self.random = out, op.name, op.random
-        self.axis, self.size, self.kind, self.halves, self.lengths = dict(op.kwargs)[OVER]
+        self.axis, self.size, self.kind, self.halves, self.met, self.lengths = dict(op.kwargs)[OVER]
         self.blocks = 2 if self.halves else self.size if self.kind == "ulysses" else 1
         self.at_hand = self.size == 1 or self.kind == "ulysses"
         self._names: dict[str, str] = {}
@@ -178,15 +178,15 @@ class StepOps:
         """Rows of (batch, heads, sequence, ...)."""
         return x if which is None else self.picked(self.of_blocks(x, what), which, step, what)
 
-    def picked(self, halves: str, which: Half, step: int, what: str) -> str:
-        """Rows of (batch, heads, blocks, rows of one, ...)."""
+    def picked(self, halves: str, which: Half, step: int, what: str, dim: int = ROWS) -> str:
+        """One of two blocks along a dim: rows of (batch, heads, blocks, rows of one, ...)."""
         if which != "either":
             return self.once(
-                f"{which}_of_{halves}",
-                lambda: self.emit(f"{what}_half", "select.int", Ref(halves), ROWS, which),
+                f"{which}_of_{halves}_{dim}",
+                lambda: self.emit(f"{what}_half", "select.int", Ref(halves), dim, which),
             )
-        picked = self.emit(f"{what}_half", "index_select.default", Ref(halves), ROWS, Ref(self.either(step)))
-        return self.emit(what, "select.int", Ref(picked), ROWS, 0)
+        picked = self.emit(f"{what}_half", "index_select.default", Ref(halves), dim, Ref(self.either(step)))
+        return self.emit(what, "select.int", Ref(picked), dim, 0)
 
     def either(self, step: int) -> str:
         """0 where the keys of a step are of an earlier rank, 1 where they are of a later one; an index."""

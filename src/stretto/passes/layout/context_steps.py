@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
 
 from stretto.errors import UsageError
-from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, REDUCE_SCATTER
+from stretto.ir.collectives import ALL_GATHER, PERMUTE_NEXT, PERMUTE_PREVIOUS, REDUCE_SCATTER
 from stretto.ir.program import GETITEM, Op, Ref, TensorSpec
 from stretto.passes.layout.attention import ROWS
 from stretto.passes.layout.context_ops import HEADS, Merged, StepOps, Summed, sum_of_first, summed_in
@@ -115,6 +116,23 @@ def _laid(out: Emitter, name: str, like: TensorSpec, is_part: bool = False) -> s
     return out.emit("aten.permute.default", Ref(out.contiguous(x)), tuple(back), name=f"{name}_laid")
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Steps whose keys come from the ranks before, one by one, and those whose keys come from the ranks
+    behind. Gradients go the other way."""
+
+    ahead: range
+    behind: range
+
+    @classmethod
+    def of(cls, ops: StepOps, of_gradients: bool = False) -> _Order:
+        """Nothing is sent over most of the steps that see nothing; where all see, all go one way."""
+        size = 1 if ops.at_hand else ops.size
+        seen = (0, *(step for step in range(1, size) if ops.met[step]), size)
+        ends = max(pairwise(seen), key=lambda two: (two[1] - two[0], -two[0] if of_gradients else two[0]))
+        return cls(range(1, ends[0] + 1), range(ends[1], size))
+
+
 class _Attention:
     """One op, forward and backward. exchanged: of "ulysses", what the backward reads again; all_pairs: of
     "gathered", the keys and values of all ranks; times: how often heads of keys are repeated, once they have
@@ -124,7 +142,7 @@ class _Attention:
         self.op, self.ops = op, StepOps(out, op)
         self.calls = KernelCalls(self.ops, op)
         self.q, self.k, self.v = (self.calls.given[what].name for what in ("query", "key", "value"))
-        self.steps = 1 if self.ops.at_hand else self.ops.size
+        self.order = _Order.of(self.ops)
         self.exchanged: list[tuple[str, ...]] = []
         self.all_pairs, self.times = "", 1
 
@@ -144,12 +162,14 @@ class _Attention:
         def arrived(step: int) -> str:
             if not step:
                 own = ops.emit("pair", "cat.default", (Ref(own_k), Ref(own_v)), -1)
-                return ops.of_blocks(own, "pair") if calls.causal else own
+                return ops.of_blocks(own, "pair") if calls.in_halves else own
             if ops.kind == "ring":
-                sent = arrived(step - 1)
-                for made in calls.made[step - 2] if step > 2 and len(calls.ends) == 1 else ():
-                    sent = ops.behind(sent, made, f"pair_{step - 1}")
-                return ops.communicated(PERMUTE_NEXT.target, sent, f"pair_{step}")
+                way, kind = (1, PERMUTE_NEXT) if step in self.order.ahead else (-1, PERMUTE_PREVIOUS)
+                before = (step - way) % ops.size
+                sent = arrived(before)
+                for made in calls.made[before - way] if before and len(calls.ends) == 1 else ():
+                    sent = ops.behind(sent, made, f"pair_{before}")
+                return ops.communicated(kind.target, sent, f"pair_{step}")
             if not self.all_pairs:
                 every = ops.communicated(ALL_GATHER.target, arrived(0), "pairs")
                 self.all_pairs = ops.view(every, (ops.size, *ops.shape(arrived(0))), "pairs_of_ranks")
@@ -212,9 +232,9 @@ class _Attention:
         made, lse = ops.joined([value for value, _ in own]), ops.joined([lse for _, lse in own])
         if ops.at_hand:
             return made, lse
-        merged = Merged(ops, made, lse, split=calls.causal)
+        merged = Merged(ops, made, lse, split=calls.in_halves)
         later: Merged | None = None
-        for step in range(1, self.steps):
+        for step in (*self.order.ahead, *reversed(self.order.behind)):
             for tile in calls.tiles(chunk, step):
                 made, lse = calls.forward(tile, q, pair(tile))
                 if tile.queries is None:
@@ -276,7 +296,7 @@ class _Attention:
             return [[ops.exchanged(x, HEADS, ROWS, "rows") for x in each] for each in (of_queries, *of_all)]
         if ops.at_hand:
             return [of_queries, *sums, of_masks]
-        queries = [Summed(ops, wide, dq, split=calls.causal) for dq in of_queries]
+        queries = [Summed(ops, wide, dq, split=calls.in_halves) for dq in of_queries]
         return self._of_others(op, rows, pair, queries, Summed(ops, wide, ops.joined(sums[0])))
 
     def _of_others(
@@ -286,8 +306,9 @@ class _Attention:
         own: gradients of queries, and of keys and values, by a rank's own keys."""
         ops, calls = self.ops, self.calls
         later = [Summed(ops, own.dtype) for _ in rows]
-        pairs = [own, *(Summed(ops, own.dtype) for _ in range(1, self.steps))]
-        for step in range(1, self.steps):
+        pairs = [own, *(Summed(ops, own.dtype) for _ in range(1, ops.size))]
+        order = _Order.of(ops, of_gradients=True)
+        for step in (*reversed(order.ahead), *order.behind):
             for tile in [tile for chunk in range(len(rows)) for tile in calls.tiles(chunk, step)]:
                 dq, dk, dv = calls.backward(op, tile, rows[tile.chunk], pair(tile))
                 if tile.queries == "either":
@@ -300,9 +321,10 @@ class _Attention:
                 else:
                     pairs[step].add_to_half(both, tile.keys, step)
             if ops.kind == "ring":
-                came = ops.communicated(PERMUTE_NEXT.target, pairs[step].value, f"back_{step}")
-                if step + 1 < self.steps:
-                    pairs[step + 1].value = came
+                way, kind = (-1, PERMUTE_PREVIOUS) if step in order.ahead else (1, PERMUTE_NEXT)
+                came = ops.communicated(kind.target, pairs[step].value, f"back_{step}")
+                if (step + way) % ops.size:
+                    pairs[step + way].value = came
                 else:
                     pairs[0].add(ops.view(came, ops.shape(pairs[0].value), "back_rows"))
         for one, behind in zip(queries, later, strict=True):
@@ -331,7 +353,9 @@ class _Attention:
         ops = self.ops
         if ops.kind == "ring":
             return of_pairs[0].value
-        parts = tuple(Ref(ops.view(one.value, shape, f"back_{s}")) for s, one in enumerate(of_pairs))
+        none = partial(ops.emit, "back_none", "zeros_like.default", Ref(of_pairs[0].value))
+        values = [one.value or ops.once("back_none", none) for one in of_pairs]
+        parts = tuple(Ref(ops.view(value, shape, f"back_{s}")) for s, value in enumerate(values))
         steps = ops.emit("back_steps", "stack.default", parts, 0)
         every = ops.emit("back_ranks", "index_select.default", Ref(steps), 0, Ref(ops.sources()))
         every = ops.view(every, (ops.size * shape[0], *shape[1:]), "back_all")

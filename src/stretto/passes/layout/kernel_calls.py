@@ -58,6 +58,7 @@ class KernelCalls:
         self.op, self.ops, self.given = op, ops, arguments(op)
         self.kernel, self.mask = kernel_of(op), mask_of(op)
         self.causal = bool(self.given["is_causal"])
+        self.in_halves = any(queries is not None for pairs in ops.met for queries, _ in pairs)
         shape, self.count = ops.shape(self.given["query"].name), ops.shape(self.given["key"].name)[ROWS]
         self.pairs = math.prod(shape[:3]) * self.count * ops.size
         self.ends = [*accumulate(n // (2 if ops.halves else 1) for n in ops.lengths or (shape[ROWS],))]
@@ -67,10 +68,10 @@ class KernelCalls:
 
     def tiles(self, chunk: int, step: int) -> list[Tile]:
         ops, blocks = self.ops, self.ops.blocks
+        if step:
+            return [Tile(chunk, step, *halves) for halves in ops.met[step]]
         if not self.causal:
             return [Tile(chunk, step)]
-        if step:
-            return [Tile(chunk, step, 1, 0), Tile(chunk, step, "either", "either")]
         count = self.count * (ops.size if ops.kind == "ulysses" else 1)
         if len(self.ends) == 1:
             return [Tile(chunk, 0, seen=count)]
@@ -153,7 +154,16 @@ class KernelCalls:
             wide = ops.view(mask, (*rest, ops.blocks, rows // ops.blocks, keys), f"mask_{chunk}_blocks")
             wide = ops.rows(wide, start, end, len(rest) + 1)
             mask = ops.view(wide, (*rest, ops.blocks * (end - start), keys), f"mask_{chunk}_rows")
-        return mask if ops.at_hand else ops.columns(mask, tile.step)
+        if ops.at_hand:
+            return mask
+        mask = ops.columns(mask, tile.step)
+        if tile.queries is None:
+            return mask
+        *rest, rows, keys = ops.shape(mask)
+        name, at = f"{tile.name}_mask", len(rest)
+        halves = ops.view(mask, (*rest, 2, rows // 2, 2, keys // 2), f"{name}_halves")
+        mask = ops.picked(halves, tile.keys, tile.step, f"{name}_keys", at + 2)
+        return ops.picked(mask, tile.queries, tile.step, name, at)
 
     def _hidden(self, kernel: str, q: str, seen: int) -> str:
         """What is added to the scores of queries of which the last sees all keys."""
