@@ -21,7 +21,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
 from stretto.passes.step import Watch
-from stretto.runtime.all_or_none import together_slowly
+from stretto.runtime.all_or_none import together
 
 PLAN = "plan"
 
@@ -76,7 +76,7 @@ def plan_on_first(
         return made
 
     mine = kept_or_made if ranks.rank == 0 else lambda: None
-    plan = together_slowly(ranks, mine, "plans for all ranks")
+    plan = together(ranks, mine, "plans for all ranks")
     if ranks.size == 1:
         assert plan is not None
         return plan
