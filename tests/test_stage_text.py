@@ -45,9 +45,7 @@ def test_what_is_written_is_read_again(layers: list[int], data: st.DataObject) -
     first = data.draw(st.integers(0, kept[0] if kept else len(layers) - 1))
     last = data.draw(st.integers(kept[-1] if kept else first, len(layers) - 1))
     stages = Stages(
-        tuple(
-            (*[E][: at == first], *[T] * count, *[L][: at == last]) for at, count in enumerate(layers)
-        )
+        tuple((*[E][: at == first], *[T] * count, *[L][: at == last]) for at, count in enumerate(layers))
     )
     assert read_stages(stages.text) == stages
     for count in (0, 1, 7, 30):

@@ -53,7 +53,8 @@ def of_counts(layers: Sequence[int]) -> Stages:
     last = len(layers) - 1
     return Stages(
         tuple(
-            (*[EMBEDDING][: at == 0], *[LAYER] * count, *[LOSS][: at == last]) for at, count in enumerate(layers)
+            (*[EMBEDDING][: at == 0], *[LAYER] * count, *[LOSS][: at == last])
+            for at, count in enumerate(layers)
         )
     )
 

@@ -13,14 +13,12 @@ On Gloo the start returns at once and a thread of its own does the work.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +37,7 @@ from stretto.measure.contention import compute_loss
 from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Calls, line_through
 from stretto.price.shared import WantedCollective, elements, sharing
+from stretto.processor.control_groups import host
 from stretto.processor.quota import products_on, quota_share
 
 ROUNDS = 12
@@ -293,13 +292,3 @@ def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     use = [sample for sample in samples if sample[0] >= OF_USE] or samples
     fits = [sample for sample in use if sample[1] <= CONTENTION_US]
     return sorted({min(samples), max(fits) if fits else min(use)})
-
-
-def host() -> tuple[str, str]:
-    """Names the host of this process: the machine since it booted, and its network namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/net")
-    except OSError:
-        return (os.uname().nodename, "")
-    return (boot, space)

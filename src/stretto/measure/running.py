@@ -20,9 +20,9 @@ import torch.distributed as dist
 from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import gather_all, host
+from stretto.measure.measure_collectives import gather_all
 from stretto.measure.time_ops import machine_of
-from stretto.processor.control_groups import usable_cores
+from stretto.processor.control_groups import host, usable_cores
 from stretto.processor.quota import quota_share
 
 CPU = torch.device("cpu")

@@ -43,7 +43,7 @@ class Traffic:
 
 
 def communication_of(name: str) -> tuple[str, str]:
-    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` is a message, `tp all_reduce mm_3` all_reduce."""
+    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` a message, `tp all_reduce mm_3` all_reduce."""
     axis = axis_of(name)
     word = name.removeprefix(f"{axis} ").split(" ")[0]
     if ">" in word:
