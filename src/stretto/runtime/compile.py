@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from stretto.backend.dispatch_adapter import resolve
-from stretto.backend.specs import decoded, spec_of
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
@@ -246,12 +246,9 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.stride is None:
-        return torch.zeros(spec.shape, dtype=dtype, device=device)
-    # An expanded tensor has fewer elements than its shape has.
-    reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
-    return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)
+    made = empty_of(spec, device)
+    made.untyped_storage().fill_(0)  # an expanded tensor has fewer elements than its shape has
+    return made
 
 
 def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:
