@@ -37,6 +37,7 @@ from stretto.report.html import REPORT, write_page
 from stretto.report.load import dropped_words
 from stretto.report.rundir import load_run
 from stretto.runtime import Runner
+from stretto.saving import face
 from stretto.train import checkpoint
 from stretto.train.agreement import (
     Checkpoint,
@@ -217,7 +218,8 @@ class Trainer:
         begin("the first step")
         if start is not None:
             state, path = start
-            checkpoint.load(path, self.runner, self.optimizer)
+            # The settings of this run decide the optimizer's options.
+            face.fill(path, self.runner, self.optimizer, options=False)
             self.step = state.step
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
