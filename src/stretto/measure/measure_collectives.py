@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stretto.backend import collectives, gloo_adapter
+from stretto.backend.collectives import gather_all
 from stretto.backend.device_time import synchronise
 from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.files.say import silent
@@ -57,17 +58,6 @@ CALL_ROUNDS = 6
 
 SURELY_US = 2_000.0
 """A collective is surely done after twice its time alone and this. Assumed."""
-
-_Gathered = TypeVar("_Gathered")
-
-
-def gather_all(value: _Gathered) -> list[_Gathered]:
-    """What every running rank says, by rank; of a process alone, what it says itself."""
-    gathered = [value]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def agree_median(value: float) -> float:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.backend.collectives import gather_all
 from stretto.files.kept import Kept, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import gather_all
 from stretto.measure.time_ops import machine_of
 from stretto.processor.control_groups import host, usable_cores
 from stretto.processor.quota import quota_share

@@ -247,7 +247,8 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
 
 def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     made = empty_of(spec, device)
-    made.untyped_storage().fill_(0)  # an expanded tensor has fewer elements than its shape has
+    # An expanded tensor has fewer elements than its shape has.
+    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
     return made
 
 
