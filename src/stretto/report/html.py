@@ -17,7 +17,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, counted, format_us, source_word
+from stretto.report.grid import Grid, format_us, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
@@ -41,7 +41,8 @@ SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
     name = run.figures.name if run.figures else run.path.name
-    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
+    about = f"{run.path} · {run.figures.about}" if run.figures else str(run.path)
+    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(about)}</p>']
     said = "".join(f"<li>{escape(words)}</li>" for words in run_findings(run))
     body.append(f'<ul class="findings">{said}</ul>')
     timelines = run.timelines
@@ -78,14 +79,6 @@ def _page_file(name: str) -> str:
 
 def _filled(name: str, **parts: str) -> str:
     return Template(_page_file(name)).substitute(parts)
-
-
-def _subtitle(run: Run) -> str:
-    known = run.figures
-    if known is None:
-        return str(run.path)
-    schedule = f"{known.schedule}, {counted(known.stages, 'stage')} on {known.where}"
-    return f"{run.path} · {schedule} · {counted(known.microbatches, 'microbatch')} · costs: {known.costs}"
 
 
 def _panel(timeline: Timeline, title: str) -> str:
