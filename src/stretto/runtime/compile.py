@@ -166,17 +166,18 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
 
 @dataclass(slots=True)
 class Compiled:
-    """A compiled graph: inputs in order -> outputs in order. meter: counts memory while it is set."""
+    """A compiled graph: inputs in order -> outputs in order."""
 
     number: int
     function: Callable[..., tuple[torch.Tensor, ...]]
-    meter: MemoryMeter | None = None
+    compiler: Compiler
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _CALLING:
-            if self.meter is None:
+            meter = self.compiler.meter
+            if meter is None:
                 return self.function(*inputs)
-            result: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
+            result: tuple[torch.Tensor, ...] = meter.outside(self.function, *inputs)
             return result
 
 
@@ -195,17 +196,16 @@ class Compiler:
         self._threads = threads
         self.known: dict[str, Compiled] = {}
         self.calls = 0
+        self.meter: MemoryMeter | None = None
 
     @contextmanager
     def metered(self, meter: MemoryMeter) -> Iterator[None]:
         """What compiled functions return is counted meanwhile."""
-        for compiled in self.known.values():
-            compiled.meter = meter
+        self.meter = meter
         try:
             yield
         finally:
-            for compiled in self.known.values():
-                compiled.meter = None
+            self.meter = None
 
     def compiled(self, stretch: Stretch, specs: Iterable[TensorSpec]) -> Compiled:
         """The function of a stretch. specs: of its inputs, in order."""
@@ -220,7 +220,7 @@ class Compiler:
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
                 )
                 function(*(_zeros(spec, self._device) for spec in specs))
-            self.known[text] = Compiled(len(self.known), function)
+            self.known[text] = Compiled(len(self.known), function, self)
         return self.known[text]
 
 
