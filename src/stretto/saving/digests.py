@@ -18,6 +18,8 @@ from stretto.files.typed_file import TypedFile
 
 NAME = "digests.json"
 TABLE = "tensors.json"
+METADATA = ".metadata"
+"""The table as PyTorch's distributed checkpoints name it."""
 ELSE = "take another checkpoint (of a run, by checkpoint.resume), or start again without (--no-resume)"
 """What to do about one that cannot be read."""
 BYTES = 16

@@ -29,7 +29,8 @@ from stretto.runtime.all_or_none import on_first, together
 from stretto.runtime.rank_tensors import Part
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.tensors import DTYPES, METADATA
+from stretto.saving.digests import METADATA
+from stretto.saving.tensors import DTYPES
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1

@@ -44,6 +44,7 @@ from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import (
+    METADATA,
     TABLE,
     Digest,
     FileName,
@@ -55,9 +56,6 @@ from stretto.saving.digests import (
     unusable,
 )
 from stretto.saving.folder import Writing
-
-METADATA = ".metadata"
-"""The table as PyTorch names it."""
 
 DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
