@@ -178,7 +178,7 @@ class _Writer:
         return data
 
     def _timeline(self, timeline: Timeline, at: int) -> None:
-        self.nested, around = ({}, {}) if self.plan is None else laid_ops(self.plan, timeline)
+        self.nested, around = laid_ops(self.plan, timeline) if self.plan is not None else ({}, {})
         self.flows = flows_of(timeline, self.next_flow, around)
         self.next_flow += len(timeline.spans)
         for rank, lanes in enumerate(rows_of(timeline)):
