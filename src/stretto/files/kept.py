@@ -87,8 +87,7 @@ class Kept:
 
     def find(self, kind: str, key: str, said: str, most_age_s: float = math.inf) -> str | None:
         """The text of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it
-        is damaged, or cannot be read. said: what is said of one that is found, with `{ago}` and `{folder}`.
-        """
+        is damaged, or cannot be read. said: the words for what is found, with `{ago}` and `{folder}`."""
         if self.renew:
             return None
         path = self._path(kind, key)
