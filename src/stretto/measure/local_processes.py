@@ -101,8 +101,8 @@ def _run(world: int, arguments: Sequence[str]) -> None:
 
 def _measure(asked: str, gathered: str, rank: str, world: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{asked}.store", int(world))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
+    place = f"file://{asked}.store"
+    dist.init_process_group("gloo", init_method=place, rank=int(rank), world_size=int(world))
     cpu = torch.device("cpu")
     mesh, wanted, link = pickle.loads(Path(asked).read_bytes())
     # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
