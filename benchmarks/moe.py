@@ -140,7 +140,7 @@ class MoeRace:
             experts=self.experts,
             top_k=self.top_k,
             expert_ratio=self.expert_ratio,
-            capacity_factor=1.0 if self.routing == "balanced" else 0.0,
+            capacity_factor=1.0 if self.routing == "balanced" else None,
         )
         size = (self.microbatch * self.microbatches * self.ep, self.sequence, self.hidden)
         return Stack(config, self.routing), {name: torch.randn(size) for name in ("x", "target")}

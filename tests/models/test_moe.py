@@ -13,7 +13,7 @@ from stretto.models.moe import MoE, MoEConfig, MoEGPT, Router, moe_token_sum
 
 def config(top_k: int) -> MoEConfig:
     sizes = {"vocab_size": 16, "layers": 1, "hidden": 8, "heads": 2, "context": 8, "experts": 4}
-    return MoEConfig(**sizes, top_k=top_k, capacity_factor=0.0, aux_weight=0.0, z_weight=0.0)
+    return MoEConfig(**sizes, top_k=top_k, capacity_factor=None, aux_weight=0.0, z_weight=0.0)
 
 
 def tokens() -> Tensor:

@@ -94,6 +94,11 @@ class MoESettings(DecoderSettings):
     z_weight: float = Field(default=0.001, ge=0)
     """Weight of the loss that keeps routers' scores small."""
 
+    @field_validator("capacity_factor", mode="before")
+    @classmethod
+    def _none_is_dropless(cls, given: Any) -> Any:
+        return 0.0 if given is None else given
+
     @property
     def expert_hidden(self) -> int:
         """Width of an expert."""
