@@ -19,7 +19,6 @@ import torch
 
 from stretto.capturing.graph import Traced
 from stretto.capturing.trace import trace
-from stretto.config.stage_text import of_counts
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.program import Job
@@ -69,7 +68,10 @@ def drawn(draw: Random, stages: int, empty: bool) -> str:
         layers[at] = 1
     for _ in range(LAYERS - sum(layers)):
         layers[draw.choice(kept)] += 1
-    return of_counts(layers, embedding=kept[0], loss=kept[-1]).text
+    words = [["layer"] * count for count in layers]
+    words[kept[0]].insert(0, "embedding")
+    words[kept[-1]].append("loss")
+    return "|".join(map(",".join, words))
 
 
 def cases(family: str) -> Iterator[tuple[int, int, bool, int, str]]:

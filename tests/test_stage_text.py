@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.config import ParallelSettings
-from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, of_counts, read_stages
+from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, evenly, read_stages
 
 E, T, L = EMBEDDING, LAYER, LOSS
 
@@ -44,14 +44,15 @@ def test_what_is_written_is_read_again(layers: list[int], data: st.DataObject) -
     kept = [at for at, count in enumerate(layers) if count]
     first = data.draw(st.integers(0, kept[0] if kept else len(layers) - 1))
     last = data.draw(st.integers(kept[-1] if kept else first, len(layers) - 1))
-    stages = of_counts(layers, embedding=first, loss=last)
+    stages = Stages(
+        tuple((*[E][: at == first], *[T] * count, *[L][: at == last]) for at, count in enumerate(layers))
+    )
     assert read_stages(stages.text) == stages
     for count in (0, 1, 7, 30):
-        near = stages.with_layers(count)
+        near = evenly(count, len(layers))
         assert near.layers == count
         assert len(near.of) == len(layers)
         assert read_stages(near.text) == near
-    assert stages.with_layers(stages.layers) == stages
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def texts(svg: str) -> list[str]:
 
 def test_svg_shows_two_timelines_on_one_scale(timeline: Timeline) -> None:
     slow = simulate(make_plan(ONE_F_ONE_B, f_us=180, latency_us=10, bytes_per_us=RATE))
-    svg = draw([slow, timeline], ["Without <overlap>", "With overlap"])
+    svg = draw([replace(slow, source="without <overlap>"), timeline])
     words = texts(svg)
-    for label in ("Without <overlap>", "With overlap", "0F0", "1B1", "rank 0", "rank 1", "pp 0>1", "pp 1>0"):
+    for label in ("without <overlap>", "predicted", "0F0", "1B1", "rank 0", "rank 1", "pp 0>1", "pp 1>0"):
         assert label in words
     assert any("exposed communication" in w and "%" in w for w in words)
     boxes = [(r.findtext(f"{SVG}title") or "", r) for r in ElementTree.fromstring(svg).iter(f"{SVG}rect")]

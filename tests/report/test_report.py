@@ -186,7 +186,7 @@ def test_the_suffix_says_what_is_written(run_dir: Path, name: str, begins: bytes
     [
         ((), {"plan.json": b'{"format": "stretto plan"'}, "", r"plan\.json"),
         ((), {"metrics.jsonl": b'{"step": 0}\nnonsense\n{"step": 2}\n'}, "", r"metrics\.jsonl, line 2"),
-        ((), {"metrics.jsonl": b'{"step": "\xff"}\n{}\n'}, "", r"metrics\.jsonl, line 1"),
+        ((), {"metrics.jsonl": b'{"step": "\xff"}\n{}\n'}, "", r"metrics\.jsonl: not a text file"),
         (("plan.json", "measured.json", "simulated.json"), {}, "a.svg", "nothing to draw"),
         (("*",), {}, "", r"has none of settings\.json"),
         ((), {}, "a.png", "give one of .html, .perfetto-trace, .svg"),

@@ -23,10 +23,8 @@ import torch
 from tests.clusters import cores
 from tests.train import tiny
 from tests.train.tiny import environment, steps_of, write_settings
-from typer.testing import CliRunner
 
 import stretto
-from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
@@ -89,20 +87,6 @@ def content(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != LOCK
     }
-
-
-@pytest.mark.parametrize("with_report_command", [False, True], ids=["the next start", "stretto report"])
-def test_a_run_that_was_killed_before_its_report_gets_it(
-    run_dir: Path, again: Callable[..., None], with_report_command: bool
-) -> None:
-    before = content(run_dir)
-    (run_dir / "report.html").unlink()
-    if with_report_command:
-        assert "was killed" in CliRunner().invoke(app, ["report", str(run_dir)]).output
-    else:
-        again("training.steps=4")
-    assert "Measured timeline" in (run_dir / "report.html").read_text()
-    assert {**content(run_dir), "report.html": ""} == {**before, "report.html": ""}
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read to the end", "as into head"])

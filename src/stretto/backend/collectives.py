@@ -7,7 +7,7 @@ Touches `torch.distributed` alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,3 +126,15 @@ class Exchange:
             work.wait()
         if self._finish is not None:
             self._finish()
+
+
+Said = TypeVar("Said")
+
+
+def gather_all(value: Said) -> list[Said]:
+    """What every running rank says, by rank; of a process alone, what it says itself."""
+    gathered = [value]
+    if dist.is_initialized():
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, value)
+    return gathered

@@ -26,7 +26,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,31 +132,27 @@ ALONE = "STRETTO_ALONE"
 
 
 @contextmanager
-def lanes_first() -> Iterator[None]:
-    """This thread gives way meanwhile. Threads that it makes meanwhile do so forever."""
-    idle = (
-        torch.get_num_threads() == 1
-        and ALONE in os.environ
-        and _can_return()
-        and move(0, os.SCHED_OTHER, os.SCHED_IDLE)
-    )
+def _moved(old: str, new: str, wanted: bool = True) -> Iterator[None]:
+    """This thread, if it is of the class `old`, is of the class `new` meanwhile."""
+    classes = [getattr(os, name, -1) for name in (old, new)]
+    done = wanted and -1 not in classes and move(0, *classes)
     try:
         yield
     finally:
-        if idle:
-            move(0, os.SCHED_IDLE, os.SCHED_OTHER)
+        if done:
+            move(0, *reversed(classes))
 
 
-@contextmanager
-def keeping_core() -> Iterator[None]:
+def lanes_first() -> AbstractContextManager[None]:
+    """This thread gives way meanwhile. Threads that it makes meanwhile do so forever."""
+    gives_way = torch.get_num_threads() == 1 and ALONE in os.environ and _can_return()
+    return _moved("SCHED_OTHER", "SCHED_IDLE", gives_way)
+
+
+def keeping_core() -> AbstractContextManager[None]:
     """This thread does not give way meanwhile: while it posts messages it owns locks for which Gloo's loop
     spins, and would hardly get the core back."""
-    idle = move(0, os.SCHED_IDLE, os.SCHED_OTHER) if hasattr(os, "SCHED_IDLE") else False
-    try:
-        yield
-    finally:
-        if idle:
-            move(0, os.SCHED_OTHER, os.SCHED_IDLE)
+    return _moved("SCHED_IDLE", "SCHED_OTHER")
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from itertools import accumulate
 from torch import nn
 
 from stretto.capturing.graph import GRAD, UPDATE, Traced
-from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, read_stages
+from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, evenly, read_stages
 from stretto.errors import UsageError, meant
 from stretto.ir.balance import cut_chain, even_ranks
 from stretto.ir.program import STARTS, WAIT, Op
@@ -279,7 +279,7 @@ def _layer_cuts(name: str, segments: Sequence[str], layers: Collection[str], sta
         first, last = segments[begins[0]], segments[begins[-1]]
         raise UsageError(
             f"split = {stages.text!r} has {stages.layers} layers, and the forward of {name} calls "
-            f"{len(begins)}, {first} to {last}: write {stages.with_layers(len(begins)).text!r}"
+            f"{len(begins)}, {first} to {last}: write {evenly(len(begins), len(stages.of)).text!r}"
         )
     cuts: list[int] = []
     before: list[str] = []

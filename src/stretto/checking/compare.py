@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from stretto.batch import tree
@@ -261,30 +260,20 @@ def _low_precision(job: Job) -> bool:
 def _plain(model: nn.Module, batch: Any, loss: Loss, pieces: int) -> tuple[float, dict[str, Tensor | None]]:
     """Step 2: the mean of the microbatches' losses, or their sum over what they count, and each parameter's
     gradient (each tensor once)."""
-    own, total = copy.deepcopy(model), 0.0
+    own, total, counted = copy.deepcopy(model), 0.0, 0.0
     unsharded = tree.replicated_leaves(batch)
     cut = [
         (leaf,) * pieces if n in unsharded else leaf.chunk(pieces) for n, leaf in tree.flatten(batch).items()
     ]
-    microbatches = [tree.rebuilder(batch)([part[piece] for part in cut]) for piece in range(pieces)]
-    counted = _counted(copy.deepcopy(model), microbatches, loss)
-    for microbatch in microbatches:
-        value = loss_and_count(loss(own, microbatch), loss)[0].reshape(()) / counted
-        value.backward()  # type: ignore[no-untyped-call]
+    for piece in range(pieces):
+        microbatch = tree.rebuilder(batch)([part[piece] for part in cut])
+        value, count = loss_and_count(loss(own, microbatch), loss)
+        value.reshape(()).backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
-    return total, {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def _counted(model: nn.Module, microbatches: Sequence[Any], loss: Loss) -> float:
-    """What the sum of the microbatches' losses is divided by."""
-    total = 0.0
-    for microbatch in microbatches:
-        _, count = loss_and_count(loss(model, microbatch), loss)
-        if count is None:
-            return float(len(microbatches))
-        total += float(count)
-    return total or math.nan
+        counted += 1.0 if count is None else float(count)
+    counted = counted or math.nan
+    trained = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+    return total / counted, {n: None if grad is None else grad / counted for n, grad in trained.items()}
 
 
 def _costs(job: Job) -> Costs:

@@ -161,8 +161,7 @@ def job_of(path: Path) -> Job:
 def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bool) -> Calibration:
     """What a run before this one has measured on the same machine, the same on all ranks. traces_only: a
     trace is added, which may name no more of its machine than the kind of its device."""
-    import torch.distributed as dist
-
+    from stretto.backend.collectives import gather_all
     from stretto.price.calibration import Calibration, load_calibration
 
     result = Calibration(machine, path.name)
@@ -174,11 +173,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bo
                 "--fresh to write it again"
             )
         result = before
-    if dist.is_initialized():
-        box = [result]
-        dist.broadcast_object_list(box, src=0)
-        result = box[0]
-    return result
+    return gather_all(result)[0]
 
 
 def _report(console: Console, outcome: Outcome) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json as json_text
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,7 +34,7 @@ from stretto.report.grid import (
     format_us,
     grid_of,
 )
-from stretto.report.html import REPORT, accounts_grid, render, run_findings, run_grids, write_page
+from stretto.report.html import accounts_grid, render, run_findings, run_grids
 from stretto.report.ops import OpLine, costliest_ops, notes_of, program_lines, totals_of
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
@@ -73,11 +72,7 @@ def report(
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix is the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
-    result, page = load_run(path), path / REPORT
-    if result.summary is not None and not page.exists():
-        with suppress(OSError):  # of a run of somebody else
-            write_page(result)
-            typer.echo(f"The run was killed before it wrote its page.\nwrote {page}")
+    result = load_run(path)
     files = [] if output is None else [(output, lambda out: writers[out.suffix](result, out))]
     write_and_print(
         files,

@@ -18,7 +18,7 @@ from stretto.cli.common import Changes, Config, check_output, command, write_and
 from stretto.cli.plan import read_cluster
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StrettoError, UsageError
-from stretto.files.settings_file import edited
+from stretto.files.settings_file import edited, parse_value
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
@@ -89,7 +89,7 @@ def tune(
     of = trained(settings)  # a task's file may register families, which are then chosen from
     fixed = read_fixed(fix or [])
     text = read_text(config, "settings file")
-    _written(text, settings, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
+    _written(text, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
     from stretto.tune.search import Search
     from stretto.tune.work import Workers
 
@@ -111,7 +111,7 @@ def tune(
         def write(path: Path) -> None:
             chosen = tuned.planned[0].candidate.changes().items()
             changed = {f"parallel.{key}": value for key, value in chosen}
-            write_file(path, _written(text, settings, changes or [], changed))
+            write_file(path, _written(text, changes or [], changed))
 
         a_device = of.size * settings.training.global_batch / count
         files = [(output if tuned.planned else None, write)]
@@ -134,15 +134,12 @@ def _devices(cluster: str, found: Description, asked: int | None, settings: Trai
     return asked
 
 
-def _written(text: str, settings: TrainSettings, overrides: Sequence[str], changes: dict[str, Any]) -> str:
+def _written(text: str, overrides: Sequence[str], changes: dict[str, Any]) -> str:
     """The settings file with other values: those of --set, and what was chosen."""
     given: dict[str, Any] = {}
     for override in overrides:
         key, _, value = override.partition("=")
-        below: Any = settings
-        for part in key.strip().split("."):
-            below = below[part] if isinstance(below, dict) else getattr(below, part)
-        given[key.strip()] = below if value.strip() else None
+        given[key.strip()] = parse_value(value) if value.strip() else None
     return edited(text, {**given, **changes})
 
 

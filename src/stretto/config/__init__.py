@@ -24,7 +24,7 @@ from stretto.config.model import MoESettings as MoESettings
 from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
-from stretto.config.stage_text import read_stages
+from stretto.config.stage_text import evenly, read_stages
 from stretto.files.say import Say, silent
 from stretto.files.settings_file import Settings, read_settings
 from stretto.ir.stage_maps import unknown_schedule
@@ -228,7 +228,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         if isinstance(split, str) and split != "auto" and (written := read_stages(split)).layers != layers:
             faults.append(
                 f"parallel.split = {split!r} has {written.layers} layers, but model.layers = {layers}: write "
-                f"{written.with_layers(layers).text!r}"
+                f"{evenly(layers, len(written.of)).text!r}"
             )
     elif isinstance(model, HuggingFaceSettings):
         given, what = model.config.get("max_position_embeddings"), "model.config.max_position_embeddings"

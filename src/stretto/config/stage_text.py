@@ -47,30 +47,22 @@ class Stages:
         counted = [[(word, len([*same])) for word, same in groupby(words)] for words in self.of]
         return "|".join(",".join(word if n == 1 else f"{word}*{n}" for word, n in words) for words in counted)
 
-    def with_layers(self, count: int) -> Stages:
-        """The nearest that has so many layers: added where fewest are, taken away where most are."""
-        first = next(at for at, words in enumerate(self.of) if EMBEDDING in words)
-        last = next(at for at, words in enumerate(self.of) if LOSS in words)
-        counts = [words.count(LAYER) for words in self.of]
-        filled = [at for at, n in enumerate(counts) if n] or [first]
-        while sum(counts) != count:
-            if sum(counts) < count:
-                counts[min(filled, key=lambda at: counts[at])] += 1
-            else:
-                counts[max(filled, key=lambda at: counts[at])] -= 1
-        return of_counts(counts, embedding=first, loss=last)
 
-
-def of_counts(layers: Sequence[int], *, embedding: int = 0, loss: int | None = None) -> Stages:
-    """Stages of so many layers each. embedding, loss: the stages that have these, the first and the last
-    unless given."""
-    last = len(layers) - 1 if loss is None else loss
+def of_counts(layers: Sequence[int]) -> Stages:
+    """Stages of so many layers each, the embedding in the first and the loss in the last."""
+    last = len(layers) - 1
     return Stages(
         tuple(
-            (*[EMBEDDING][: at == embedding], *[LAYER] * count, *[LOSS][: at == last])
+            (*[EMBEDDING][: at == 0], *[LAYER] * count, *[LOSS][: at == last])
             for at, count in enumerate(layers)
         )
     )
+
+
+def evenly(layers: int, stages: int) -> Stages:
+    """Stages of about equally many layers."""
+    each, more = divmod(layers, stages)
+    return of_counts([each + (at < more) for at in range(stages)])
 
 
 def read_stages(text: str) -> Stages:

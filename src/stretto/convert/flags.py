@@ -135,7 +135,8 @@ another flag says it
     lr-decay-samples:i lr-warmup-iters:i=0 lr-warmup-samples:i=0 lr-warmup-fraction:f adam-beta1:f=0.9
     adam-beta2:f=0.999 adam-eps:f=1e-08->optimizer.eps weight-decay:f=0.01->optimizer.weight_decay
     clip-grad:f=1->optimizer.grad_clip_norm bf16 fp16 eval-interval:i=1000 eval-iters:i=100
-    log-interval:i=100->training.log_every save-interval:i save:t tensorboard-dir:t
+    log-interval:i=100->training.log_every save-interval:i->checkpoint.every_steps save:t->checkpoint.dir
+    tensorboard-dir:t
 
 AdamW is the one there is
     optimizer:(adam|sgd|muon|dist_muon)=adam

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.config.stage_text import Stages, of_counts, read_stages
+from stretto.config.stage_text import Stages, evenly, of_counts, read_stages
 from stretto.convert.arguments import Tally
 from stretto.convert.experts import ExpertFlags
 
@@ -212,16 +212,11 @@ def _each(tally: Tally, ranks: int) -> int:
         return layers // (ranks * wanted)
     fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
-    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(tally.need(LAYERS), ranks).text}"'
+    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{evenly(tally.need(LAYERS), ranks).text}"'
     tally.refuse(
         OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; append {append}"
     )
     return 1
-
-
-def _even(layers: int, stages: int) -> Stages:
-    each, more = divmod(layers, stages)
-    return of_counts([each + (at < more) for at in range(stages)])
 
 
 def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
@@ -237,7 +232,7 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
         tally.refuse(
             TEXT,
             f"it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
-            f'"{stages.with_layers(len(real)).text}"',
+            f'"{evenly(len(real), len(stages.of)).text}"',
         )
     return stages
 
@@ -259,7 +254,7 @@ def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[i
     tally.refused.append(
         f"{', '.join(map(tally.written, flags))}: {layers} layers cannot be shared out so by {ranks} "
         f"pipeline ranks with {each} stage{'s' if each > 1 else ''} each; append {TEXT} "
-        f'"{_even(len(real), ranks * each).text}"'
+        f'"{evenly(len(real), ranks * each).text}"'
     )
 
 

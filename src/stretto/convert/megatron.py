@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
 from stretto.convert.training import put_training
 from stretto.errors import UsageError
+from stretto.files.parse import parse_toml
 from stretto.files.settings_file import faults_of
 
 
@@ -70,11 +71,10 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
     outcomes = tuple(_outcomes(tally))
     faults = [*dict.fromkeys(tally.refused)]
     faults += [f"{outcome.flag}: {outcome.what}" for outcome in outcomes if outcome.fate == "refused"]
-    if not faults:
-        faults = _faults(tally)
-    if faults:
+    text = "" if faults else _text(tally, outcomes)
+    if faults := faults or _faults(tally, text):
         raise UsageError("\n".join(faults))
-    return Conversion(_text(tally, outcomes), outcomes, tuple(tally.absent))
+    return Conversion(text, outcomes, tuple(tally.absent))
 
 
 def _put_all(tally: Tally, ranks: int | None) -> None:
@@ -103,9 +103,9 @@ def _outcomes(tally: Tally) -> Iterator[FlagOutcome]:
     yield from (FlagOutcome(*other) for other in tally.others)
 
 
-def _faults(tally: Tally) -> list[str]:
+def _faults(tally: Tally, text: str) -> list[str]:
     worded = []
-    for source, line in faults_of(TrainSettings, nested(tally.values), "", tally.made_of):
+    for source, line in faults_of(TrainSettings, parse_toml(text), "", tally.made_of):
         if not source:
             # A fault between settings, which names them.
             words = re.findall(r"\w+", line)
@@ -145,18 +145,6 @@ def _text(tally: Tally, outcomes: Sequence[FlagOutcome]) -> str:
             below = below[part]
         below.add(leaf, tomlkit.item(value).comment(_printable(tally.made_of[key])))
     return tomlkit.dumps(document)
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *tables, leaf = key.split(".")
-        below = tree
-        for table in tables:
-            below = below.setdefault(table, {})
-        below[leaf] = value
-    return tree
 
 
 def _printable(text: str) -> str:

@@ -100,10 +100,6 @@ def _put_split(tally: Tally) -> None:
 
 def _put_saving(tally: Tally) -> None:
     saved, loaded = tally.get("--save"), tally.get("--load")
-    if saved is not None:
-        tally.put("checkpoint.dir", saved, "--save")
-    if tally.get("--save-interval") is not None:
-        tally.put("checkpoint.every_steps", tally.get("--save-interval"), "--save-interval")
     if loaded is not None and loaded != saved:
         tally.lack("Megatron's checkpoints are not read: the run starts with fresh weights", "--load")
     if tally.is_given("--tensorboard-dir"):

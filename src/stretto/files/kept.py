@@ -77,14 +77,6 @@ def ago(age_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptEntry:
-    """What was kept. age_s: how long ago it was made."""
-
-    text: str
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
     """A folder of entries. renew: whether what is there is made again, as if it were not. say: takes a line
     of what is found again, and of what cannot be kept."""
@@ -93,9 +85,9 @@ class Kept:
     renew: bool = False
     say: Say = silent
 
-    def find(self, kind: str, key: str, most_age_s: float = math.inf) -> KeptEntry | None:
-        """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it
-        is damaged, or cannot be read."""
+    def find(self, kind: str, key: str, said: str, most_age_s: float = math.inf) -> str | None:
+        """The text of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it
+        is damaged, or cannot be read. said: the words for what is found, with `{ago}` and `{folder}`."""
         if self.renew:
             return None
         path = self._path(kind, key)
@@ -105,7 +97,7 @@ class Kept:
             age_s = time.time() - float(stamp["made_at_s"])
             if stamp["sha256"] != hashlib.sha256(text).hexdigest():
                 raise ValueError("another text")
-            entry = KeptEntry(text.decode(), age_s)
+            found = text.decode()
         except OSError:
             return None
         except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -113,8 +105,10 @@ class Kept:
             return None
         with suppress(OSError):
             os.utime(path)  # the entries that were used longest ago go first
-        # A clock that was set back says nothing of the age.
-        return entry if 0.0 <= age_s <= most_age_s else None
+        if not 0.0 <= age_s <= most_age_s:  # a clock that was set back says nothing of the age
+            return None
+        self.say(f"{kind}: {said.format(ago=ago(age_s), folder=self.folder)}")
+        return found
 
     def keep(self, kind: str, key: str, text: str) -> None:
         """Keep a text. Where it cannot be written that is stamp, and nothing else comes of it."""

@@ -77,14 +77,11 @@ def members(group: Path) -> list[int]:
 def remove_group(group: Path) -> None:
     """Delete a group whose processes were killed. Raises StrettoError if it stays busy for 5 s."""
     deadline = time.monotonic() + _REMOVE_S
-    while True:
+    while group.exists():
         try:
             group.rmdir()
-            return
-        except FileNotFoundError:
-            return
         except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+            if error.errno not in (errno.EBUSY, errno.ENOENT) or time.monotonic() > deadline:
                 raise StrettoError(
                     f"cannot remove the control group {group} ({error.strerror}); "
                     f"processes in it: {members(group) or 'none'}; end them and run `stretto lab check`"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from stretto.backend.collectives import gather_all
 from stretto.errors import StrettoError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import PRICED
@@ -26,11 +27,12 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Specs, signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
-from stretto.measure.measure_collectives import Measured, gather_all, host, measure_collectives
+from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import measure_links
 from stretto.measure.time_ops import distinct_ops, sweep_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
 from stretto.price.shared import WantedCollective, wanted_collectives
+from stretto.processor.control_groups import host
 
 NOISY = 0.25
 """A spread of rounds above this is reported: the machine did other work. Measured on two shared cores, the

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -68,16 +67,12 @@ def fitting(mesh: Mesh) -> Mesh:
 
 
 def _run(world: int, arguments: Sequence[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GROUP_"))}
-    common = {**inherited, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     theirs, mine = os.pipe()  # nothing is written: that this process is there keeps it open
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "stretto.measure.local_processes", *arguments],
-            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "stretto.measure.local_processes", *arguments, str(rank), str(world)],
+            env={**inherited, "OMP_NUM_THREADS": "1"},
             stdin=theirs,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -104,16 +99,17 @@ def _run(world: int, arguments: Sequence[str]) -> None:
             raise StrettoError(f"measuring communication between {world} local processes failed: {last}")
 
 
-def _measure(asked: Path, gathered: Path) -> None:
+def _measure(asked: str, gathered: str, rank: str, world: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    place = f"file://{asked}.store"
+    dist.init_process_group("gloo", init_method=place, rank=int(rank), world_size=int(world))
     cpu = torch.device("cpu")
-    mesh, wanted, link = pickle.loads(asked.read_bytes())
+    mesh, wanted, link = pickle.loads(Path(asked).read_bytes())
     # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
     probed = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
     collectives = measure_collectives(mesh, wanted, cpu)
     if dist.get_rank() == 0:
-        gathered.write_bytes(pickle.dumps((probed, collectives)))
+        Path(gathered).write_bytes(pickle.dumps((probed, collectives)))
     dist.destroy_process_group()
 
 
@@ -132,4 +128,4 @@ if __name__ == "__main__":
     _end_with_the_asker()
     from stretto.measure import local_processes  # as its classes are named in what the asker reads
 
-    local_processes._measure(*map(Path, sys.argv[1:]))
+    local_processes._measure(*sys.argv[1:])

@@ -13,20 +13,19 @@ On Gloo the start returns at once and a thread of its own does the work.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stretto.backend import collectives, gloo_adapter
+from stretto.backend.collectives import gather_all
 from stretto.backend.device_time import synchronise
 from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.files.say import silent
@@ -39,6 +38,7 @@ from stretto.measure.contention import compute_loss
 from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Calls, line_through
 from stretto.price.shared import WantedCollective, elements, sharing
+from stretto.processor.control_groups import host
 from stretto.processor.quota import products_on, quota_share
 
 ROUNDS = 12
@@ -58,17 +58,6 @@ CALL_ROUNDS = 6
 
 SURELY_US = 2_000.0
 """A collective is surely done after twice its time alone and this. Assumed."""
-
-_Gathered = TypeVar("_Gathered")
-
-
-def gather_all(value: _Gathered) -> list[_Gathered]:
-    """What every running rank says, by rank; of a process alone, what it says itself."""
-    gathered = [value]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def agree_median(value: float) -> float:
@@ -293,13 +282,3 @@ def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     use = [sample for sample in samples if sample[0] >= OF_USE] or samples
     fits = [sample for sample in use if sample[1] <= CONTENTION_US]
     return sorted({min(samples), max(fits) if fits else min(use)})
-
-
-def host() -> tuple[str, str]:
-    """Names the host of this process: the machine since it booted, and its network namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/net")
-    except OSError:
-        return (os.uname().nodename, "")
-    return (boot, space)

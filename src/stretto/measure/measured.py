@@ -21,6 +21,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
+from stretto.backend.collectives import gather_all
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
 from stretto.files.say import Say, silent
@@ -32,7 +33,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import measure_between
-from stretto.measure.measure_collectives import Measured, gather_all, measure_collectives, shared_axes
+from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
 from stretto.measure.running import costs_again, running
@@ -150,14 +151,18 @@ def _between_ranks(
     return replace(costs, shared=shared, processor=agreed_quota(device)), measured
 
 
-def device_of(job: Job) -> torch.device:
-    """The device that the job's ops are measured on. Raises UsageError when this machine has none."""
+DESCRIBE = 'describe the cluster (cluster="h100x8", a file, stretto.Cluster(...))'
+
+
+def device_of(job: Job, instead: str = DESCRIBE) -> torch.device:
+    """The device that the job's ops run on. Raises UsageError when this machine has none; instead: what else
+    to do then."""
     if job.device != "cuda":
         return torch.device(job.device)
     if not torch.cuda.is_available():
         raise UsageError(
-            "the job was captured for cuda, and this machine has no such device to measure: describe the "
-            'cluster (cluster="h100x8", a file, stretto.Cluster(...)), or capture for the cpu'
+            f"the job was captured for cuda, and this machine has no such device: {instead}, or capture for "
+            "the cpu and plan again"
         )
     return torch.device("cuda", torch.cuda.current_device())
 

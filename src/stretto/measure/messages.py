@@ -67,9 +67,6 @@ BURSTS = 10
 STREAMED_BYTES = (1024, 262_144)
 """Of the messages of step 3: few, and of a stage's activations, rather small ones. Assumed."""
 
-MORE, NEXT_SIZE, END = range(3)
-"""What a probe's first number shows of what follows it."""
-
 
 @dataclass(frozen=True, slots=True)
 class ProbedLink:
@@ -97,11 +94,7 @@ def measure_links(
         sender, receiver = (mesh.rank({**here, PIPELINE: pp_rank}) for pp_rank in pair)
         if rank in (sender, receiver):
             peer = receiver if rank == sender else sender
-            one_way: OneWay | None = None
-            if rank == sender:
-                one_way = _send(receiver, device)
-            else:
-                _answer(sender, device)
+            one_way = _probe(peer, rank == sender, device)
             both = frozenset(pair)
             if both not in taken:
                 taken[both] = _processor_loss(peer, device, one_way)
@@ -119,63 +112,39 @@ OneWay = tuple[float, float, float, float]
 in microseconds, spread."""
 
 
-def _send(receiver: int, device: torch.device) -> OneWay:
-    answer = torch.zeros(1, device=device)
+def _probe(peer: int, sends: bool, device: torch.device) -> OneWay | None:
+    """Steps 1 and 2, on both ends; what the sender finds, None on the receiver."""
+    empty = torch.zeros(1, device=device)
+
+    def trip(messages: Sequence[torch.Tensor]) -> float:
+        """Microseconds of messages that are under way at once, and of an empty answer to them."""
+        synchronise(device)
+        start = time.perf_counter_ns()
+        Exchange([(dist.isend if sends else dist.irecv)(one, peer) for one in messages]).wait()
+        (dist.recv if sends else dist.send)(empty, peer)
+        synchronise(device)
+        return (time.perf_counter_ns() - start) / 1000.0
+
     points: list[tuple[int, float]] = []
-    follows = MORE
-    while follows != END:
-        size = SIZES[len(points)]
-        payload = torch.zeros(size // 4, device=device)
-        times: list[float] = []
-        count, follows = MOST_ROUNDS, MORE
-        while follows == MORE:
-            if len(times) == count:  # the first is for warmth
-                slow = times[0] >= SLOW_US and len(points) > 0
-                follows = END if slow or size == SIZES[-1] else NEXT_SIZE
-            payload[0] = follows
-            synchronise(device)
-            start = time.perf_counter_ns()
-            dist.send(payload, receiver)
-            dist.recv(answer, receiver)
-            synchronise(device)
-            times.append((time.perf_counter_ns() - start) / 1000.0)
-            count = repeats(times[0], ROUNDS_US, ROUNDS, MOST_ROUNDS)
-        ascending = sorted(times[1:])
-        fast = int(QUARTER * len(ascending)) if points else 0  # nothing lends to the empty one
+    for size in SIZES:
+        payload = [torch.zeros(size // 4, device=device)]
+        first = torch.tensor(trip(payload), device=device)  # for warmth
+        (dist.send if sends else dist.recv)(first, peer)  # so that both repeat equally often
+        count = repeats(float(first), ROUNDS_US, ROUNDS, MOST_ROUNDS)
+        ascending = sorted(trip(payload) for _ in range(count))
+        fast = int(QUARTER * count) if points else 0  # nothing lends to the empty one
         points.append((size, ascending[fast]))
+        if float(first) >= SLOW_US and len(points) > 1:
+            break
+    many = [torch.zeros(1, device=device) for _ in range(BURST)]
+    burst_us = min(trip(many) for _ in range(BURSTS))
+    if not sends:
+        return None
     spread = statistics.median(ascending) / ascending[fast] - 1.0
     latency_us, bytes_per_us = _fit(points, FASTEST.get(device.type, FASTEST["cuda"]))
-    bursts = [_burst(receiver, device, answer) for _ in range(BURSTS)]
     # What each adds to one alone; no more than one alone takes.
-    start_us = min(latency_us, max(0.0, min(bursts) - points[0][1]) / (BURST - 1))
+    start_us = min(latency_us, max(0.0, burst_us - points[0][1]) / (BURST - 1))
     return latency_us - start_us, bytes_per_us, start_us, spread
-
-
-def _burst(receiver: int, device: torch.device, answer: torch.Tensor) -> float:
-    """Step 2: microseconds of messages under way at once, and their answer."""
-    empty = [torch.zeros(1, device=device) for _ in range(BURST)]
-    synchronise(device)
-    start = time.perf_counter_ns()
-    Exchange([dist.isend(one, receiver) for one in empty]).wait()
-    dist.recv(answer, receiver)
-    synchronise(device)
-    return (time.perf_counter_ns() - start) / 1000.0
-
-
-def _answer(sender: int, device: torch.device) -> None:
-    empty = torch.zeros(1, device=device)
-    for size in SIZES:
-        payload = torch.zeros(size // 4, device=device)
-        follows = MORE
-        while follows == MORE:
-            dist.recv(payload, sender)
-            dist.send(empty, sender)
-            follows = int(payload[0])
-        if follows == END:
-            break
-    for _ in range(BURSTS):
-        Exchange([dist.irecv(torch.zeros(1, device=device), sender) for _ in range(BURST)]).wait()
-        dist.send(empty, sender)
 
 
 def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) -> tuple[float, float]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.files.kept import Kept, ago, code_digest, key_of
+from stretto.backend.collectives import gather_all
+from stretto.files.kept import Kept, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import gather_all, host
 from stretto.measure.time_ops import machine_of
-from stretto.processor.control_groups import usable_cores
+from stretto.processor.control_groups import host, usable_cores
 from stretto.processor.quota import quota_share
 
 CPU = torch.device("cpu")
@@ -120,10 +120,9 @@ def costs_again(
     if here is None:
         return measure()
     key = key_of(COSTS, code_digest(), here, *parts())
-    entry = kept.find(COSTS, key, MOST_AGE_S) if ranks.rank == 0 and kept is not None else None
-    if entry is not None and kept is not None:
-        kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures again")
-    text = ranks.broadcast(None if entry is None else entry.text)
+    said = "measured here {ago}, kept in {folder}; --fresh measures again"
+    mine = kept.find(COSTS, key, said, MOST_AGE_S) if ranks.rank == 0 and kept is not None else None
+    text = ranks.broadcast(mine)
     if text is not None:
         return from_text(Costs, text, COSTS)
     costs = measure()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_model, save_model
 
+from stretto.config.pretrained import CONFIG
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
 from stretto.files.settings_file import faults_of
@@ -25,7 +26,6 @@ KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
 }
 """What config.json calls a kind of model -> its class and that of its shape; the more special kind first."""
 NOT_OF_THE_SHAPE = {"kind", "pretrained"}
-CONFIG = "config.json"
 
 
 def save_gpt(model: GPT, folder: Path) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stretto.errors import UsageError
-from stretto.files.kept import Kept, ago, code_digest, key_of
+from stretto.files.kept import Kept, code_digest, key_of
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
 from stretto.passes.step import Watch
-from stretto.runtime.all_or_none import together_slowly
+from stretto.runtime.all_or_none import together
 
 PLAN = "plan"
 
@@ -61,12 +61,10 @@ def plan_on_first(
     )
 
     def kept_or_made() -> Plan:
-        entry = None if kept is None else kept.find(PLAN, key)
-        if kept is not None and entry is not None:
-            kept.say(
-                f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}"
-            )
-            return plan_from_text(entry.text, PLAN)
+        said = "made here {ago} for this job and these costs, kept in {folder}"
+        text = None if kept is None else kept.find(PLAN, key, said)
+        if text is not None:
+            return plan_from_text(text, PLAN)
         made = make()
         if kept is not None and not waits.stopped:
             try:
@@ -76,7 +74,7 @@ def plan_on_first(
         return made
 
     mine = kept_or_made if ranks.rank == 0 else lambda: None
-    plan = together_slowly(ranks, mine, "plans for all ranks")
+    plan = together(ranks, mine, "plans for all ranks")
     if ranks.size == 1:
         assert plan is not None
         return plan

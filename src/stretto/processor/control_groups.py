@@ -61,3 +61,13 @@ def _limit(group: Path) -> tuple[float, float] | None:
         return (float((group / "cpu.cfs_period_us").read_text()), quota_us) if quota_us > 0 else None
     except (OSError, ValueError):
         return None
+
+
+def host() -> tuple[str, str]:
+    """Names the host of this process: the machine since it booted, and its network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return (os.uname().nodename, "")
+    return (boot, space)

@@ -13,11 +13,11 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stretto.backend.collectives import gather_all
 from stretto.backend.gloo_adapter import lanes_first
 from stretto.ir.costs import Processor
 from stretto.processor.control_groups import own_share, processor_quota
@@ -68,13 +68,12 @@ def agreed_quota(device: torch.device) -> Processor | None:
     result = processor_quota() if device.type == "cpu" else None
     share = quota_share()
     mine = (result[0], share) if result is not None and share < 1.0 else None
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if None in gathered:
+    limits = [one for one in gather_all(mine) if one is not None]
+    if len(limits) < dist.get_world_size():
         return None
-    period_us, share = min(gathered, key=lambda quota: quota[1])
-    dist.all_gather_object(gathered, burst_speed(period_us, share, dist.get_rank()))
-    return Processor(period_us, share, min(1.0, max(share, statistics.fmean(gathered))))
+    period_us, share = min(limits, key=lambda quota: quota[1])
+    speeds = gather_all(burst_speed(period_us, share, dist.get_rank()))
+    return Processor(period_us, share, min(1.0, max(share, statistics.fmean(speeds))))
 
 
 def burst_speed(period_us: float, share: float, rank: int) -> float:

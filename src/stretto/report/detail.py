@@ -64,10 +64,9 @@ def op_category(op: Op, phase: Phase) -> str:
 
 
 def span_category(span: Span) -> str:
-    """F, I, W or B for compute, `compute` where it is not known of which; exposed, bubble or message for the
-    rest."""
-    if span.kind is SpanKind.COMPUTE and span.phase is not None:
-        return span.phase.value
+    """F, I, W or B for compute, F where it is not known of which; exposed, bubble or message for the rest."""
+    if span.kind is SpanKind.COMPUTE:
+        return (span.phase or Phase.F).value
     return span.kind.value
 
 

@@ -18,6 +18,7 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, Stall, Timeline
 from stretto.ir.work import Work, work_of
+from stretto.report.grid import counted
 
 CODEC = Codec()
 CODEC.row(Span, 6, TextLayout.ENTRY)
@@ -52,15 +53,11 @@ OBSERVED = TypedFile(ObservedRun, "stretto observed", 1, "metrics", "A training 
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """name: of the job. where: on what it runs, in words. costs: where they are from. world: ranks of the
-    run. prediction: None for a plan without one. work: of a rank in a step."""
+    """name: of the job. about: its schedule, what it runs on, where costs are from, in words. world: ranks
+    of the run. prediction: None for a plan without one. work: of a rank in a step."""
 
     name: str
-    schedule: str
-    stages: int
-    where: str
-    microbatches: int
-    costs: str
+    about: str
     world: int
     prediction: Prediction | None
     work: Work
@@ -68,17 +65,10 @@ class PlanFigures:
     @staticmethod
     def of(plan: Plan) -> PlanFigures:
         """Those of a plan."""
-        return PlanFigures(
-            plan.job.name,
-            plan.schedule.family,
-            plan.schedule.stages,
-            plan.where,
-            plan.job.microbatches,
-            plan.costs.source,
-            plan.world,
-            plan.prediction,
-            work_of(plan),
-        )
+        schedule, microbatches = plan.schedule, counted(plan.job.microbatches, "microbatch")
+        about = f"{schedule.family}, {counted(schedule.stages, 'stage')} on {plan.where} · {microbatches}"
+        about += f" · costs: {plan.costs.source}"
+        return PlanFigures(plan.job.name, about, plan.world, plan.prediction, work_of(plan))
 
 
-FIGURES = TypedFile(PlanFigures, "stretto figures", 2, "figures", "A training run leaves it")
+FIGURES = TypedFile(PlanFigures, "stretto figures", 3, "figures", "A training run leaves it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from stretto.files.settings_file import flat
@@ -16,7 +17,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, counted, format_us, source_word
+from stretto.report.grid import Grid, format_us, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
@@ -36,28 +37,22 @@ REPORT = "report.html"
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
 
-HINTS = (
-    "Drag, Ctrl and wheel, or a click and then the wheel: zoom. Shift and drag: move. Double click: all.",
-    "Keys: + and - zoom, ← → move, 0 shows all; , . ↑ ↓ walk the spans, Enter zooms to one.",
-)
-
 
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
     name = run.figures.name if run.figures else run.path.name
-    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
+    about = f"{run.path} · {run.figures.about}" if run.figures else str(run.path)
+    body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(about)}</p>']
     said = "".join(f"<li>{escape(words)}</li>" for words in run_findings(run))
     body.append(f'<ul class="findings">{said}</ul>')
     timelines = run.timelines
     script = ""
     if timelines:
         titles = [source_word(timeline.source).capitalize() for timeline in timelines]
-        body.append(f"<h2>Timelines</h2>\n{_stage(timelines, titles)}")
-        data = packed(timelines, titles, run.plan)
-        code = "\n".join(_page_file(script) for script in SCRIPTS)
-        script = (
-            f'<script type="text/plain" id="data">{data}</script>\n<script>(() => {{\n{code}}})();</script>\n'
-        )
+        panels = "".join(map(_panel, timelines, titles))
+        body.append(_filled("timelines.html", panels=panels))
+        code = "\n".join(map(_page_file, SCRIPTS))
+        script = _filled("scripts.html", data=packed(timelines, titles, run.plan), code=code)
     body += _tables(run)
     curve = draw_loss(run.metrics)
     if curve is not None:
@@ -69,14 +64,8 @@ def render(run: Run) -> str:
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(f'Stretto: {run.path.name}')}</title>"
-        f"<style>{_page_file('page.css')}</style></head>\n<body><main>\n"
-        + "\n".join(body)
-        + f"\n</main>\n{script}</body></html>\n"
-    )
+    title, style = escape(f"Stretto: {run.path.name}"), _page_file("page.css")
+    return _filled("page.html", title=title, style=style, body="\n".join(body), script=script)
 
 
 def write_page(run: Run) -> None:
@@ -88,47 +77,18 @@ def _page_file(name: str) -> str:
     return files("stretto.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _subtitle(run: Run) -> str:
-    known = run.figures
-    if known is None:
-        return str(run.path)
-    schedule = f"{known.schedule}, {counted(known.stages, 'stage')} on {known.where}"
-    return f"{run.path} · {schedule} · {counted(known.microbatches, 'microbatch')} · costs: {known.costs}"
+def _filled(name: str, **parts: str) -> str:
+    return Template(_page_file(name)).substitute(parts)
 
 
-# --- where the scripts draw the timelines ------------------------------------------------------
-
-
-def _stage(timelines: list[Timeline], titles: list[str]) -> str:
-    buttons = (
-        ("in", "+", "Zoom in"),
-        ("out", "-", "Zoom out"),
-        ("fit", "All", "Show the full step"),
-        ("left", "◀", "Earlier"),
-        ("right", "▶", "Later"),
-    )
-    tools = "".join(
-        f'<button type="button" data-do="{do}" title="{words}" aria-label="{words}">{sign}</button>'
-        for do, sign, words in buttons
-    )
-    tools += "".join(
-        f'<label><input type="checkbox" data-show="{what}" checked> {words}</label>'
-        for what, words in (("messages", "communication"), ("memory", "memory"))
-    )
-    hints = "<br>".join(map(escape, HINTS))
-    panels = "".join(
-        f"<h3>{escape(title)} <small>{escape(_line(timeline))}</small></h3>"
-        f'<div class="lanes"><canvas tabindex="0" role="application" aria-label="'
-        f"{escape(f'{title} timeline: {_line(timeline)}', quote=True)}. Keys: plus and minus zoom, "
-        f'arrows move, comma and full stop go from span to span." aria-describedby="status"></canvas>'
-        f'<div class="pad"></div></div>'
-        for timeline, title in zip(timelines, titles, strict=True)
-    )
+def _panel(timeline: Timeline, title: str) -> str:
+    """Where the scripts draw a timeline."""
+    line = _line(timeline)
     return (
-        f'<div id="timelines"><div class="tools">{tools}<span class="hint">{hints}</span></div>'
-        f'<div id="legend"></div>{panels}<p id="status" role="status">Unpacking the timelines…</p>'
-        "<noscript>The timelines are drawn by a script, which is switched off here; the tables are "
-        'complete.</noscript><div id="range"></div><div id="tip" role="status"></div></div>'
+        f'<h3>{escape(title)} <small>{escape(line)}</small></h3><div class="lanes"><canvas tabindex="0" '
+        f'role="application" aria-label="{escape(f"{title} timeline: {line}", quote=True)}. Keys: plus and '
+        'minus zoom, arrows move, comma and full stop go from span to span." aria-describedby="status">'
+        '</canvas><div class="pad"></div></div>'
     )
 
 

@@ -16,8 +16,8 @@ from stretto.errors import UsageError, listed
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
-from stretto.ir.program import Op
 from stretto.ir.transfers import time_of
+from stretto.passes.recompute import storages
 from stretto.report.detail import OpRow, op_category, op_data, specs_of, window_ops
 
 
@@ -63,7 +63,7 @@ def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = Non
     stages = len(plan.job.stages)
     if not 0 <= stage < stages:
         raise UsageError(f"--stage {stage}: the plan has stages 0 to {stages - 1}")
-    lines = _Memory(plan, stage).lines(_ordered(plan, stage, phase))
+    lines = list(_lines(plan, stage, _ordered(plan, stage, phase)))
     if module is None:
         return lines
     pattern = module if any(sign in module for sign in "*?[") else f"*{module}*"
@@ -105,62 +105,41 @@ def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
     ]
 
 
-class _Memory:
-    """Which values of a stage share memory, and when that goes."""
-
-    def __init__(self, plan: Plan, stage: int) -> None:
-        self._plan = plan
-        self._stage = stage
-        self._specs = specs_of(plan.job)
-        self._ops: dict[str, tuple[Op, Phase]] = {
-            op.name: (op, phase) for phase in PHASES for op in plan.job.stages[stage].ops[phase]
-        }
-        self._edges = [edge for edge in plan.job.edges if edge.source == stage]
-        self._readers: dict[str, set[Phase]] = defaultdict(set)
-        for op, phase in self._ops.values():
+def _lines(plan: Plan, stage: int, rows: list[OpRow]) -> Iterator[OpLine]:
+    """The ops with what becomes of their memory: which values of the stage share it, and when it goes."""
+    specs, programs = specs_of(plan.job), plan.job.stages[stage].ops
+    root = storages([op for phase in PHASES for op in programs[phase]])
+    edges = [edge for edge in plan.job.edges if edge.source == stage]
+    readers: dict[str, set[Phase]] = defaultdict(set)
+    for phase in PHASES:
+        for op in programs[phase]:
             for name in op.uses:
-                self._readers[self._root(name)].add(phase)
-        self._results = {
-            value: words for phase in PHASES for value, words in results_of(plan.job, stage, phase).items()
-        }
-        # What a message, the optimizer or another rank still needs does not end with an op.
-        self._kept = {self._root(name) for name in (*self._results, *(edge.value for edge in self._edges))}
-
-    def _root(self, name: str) -> str:
-        """The value whose memory a value shares: through views, to what is made, received or given."""
-        while name in self._ops and self._ops[name][0].alias is not None:
-            name = str(self._ops[name][0].alias)
-        return name
-
-    def lines(self, rows: list[OpRow]) -> list[OpLine]:
-        last: dict[str, int] = {}
-        for at, row in enumerate(rows):
-            for name in (row.op.name, *row.op.uses):
-                last[self._root(name)] = at
-        ending: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        shown = {row.phase for row in rows}
-        for root, at in last.items():
-            spec = self._specs.get(root)
-            later = any(PHASES.index(p) > max(map(PHASES.index, shown)) for p in self._readers[root])
-            if spec is not None and not (later or is_external(root) or root in self._kept):
-                ending[at].append((root, spec.nbytes))
-        return [self._line(row, tuple(ending[at])) for at, row in enumerate(rows)]
-
-    def _line(self, row: OpRow, freed: tuple[tuple[str, int], ...]) -> OpLine:
-        op = row.op
-        now = PHASES.index(row.phase)
-        root = self._root(op.name)
+                readers[root.get(name, name)].add(phase)
+    results = {
+        value: words for phase in PHASES for value, words in results_of(plan.job, stage, phase).items()
+    }
+    # What a message, the optimizer or another rank still needs does not end with an op.
+    kept = {root.get(name, name) for name in (*results, *(edge.value for edge in edges))}
+    last = {root.get(name, name): at for at, row in enumerate(rows) for name in (row.op.name, *row.op.uses)}
+    shown = max((PHASES.index(row.phase) for row in rows), default=0)
+    ending: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for name, at in last.items():
+        spec = specs.get(name)
+        later = any(PHASES.index(phase) > shown for phase in readers[name])
+        if spec is not None and not (later or is_external(name) or name in kept):
+            ending[at].append((name, spec.nbytes))
+    for at, row in enumerate(rows):
+        op, asked = row.op, row.op.collective
         # A view saves nothing of its own.
-        later = self._readers[root] if root == op.name else ()
-        asked = op.collective
-        cost = None if asked is None else self._plan.costs.collectives.get((asked.axis, asked.kind))
-        return OpLine(
+        later_phases = readers[op.name] if root.get(op.name, op.name) == op.name else ()
+        cost = None if asked is None else plan.costs.collectives.get((asked.axis, asked.kind))
+        yield OpLine(
             row,
-            op_data(op, self._specs),
-            tuple(phase for phase in PHASES[now + 1 :] if phase in later),
-            tuple(f"e{e.index} to stage {e.target}" for e in self._edges if e.value == op.name),
-            tuple(self._results.get(op.name, ())),
-            freed,
+            op_data(op, specs),
+            tuple(phase for phase in PHASES[PHASES.index(row.phase) + 1 :] if phase in later_phases),
+            tuple(f"e{e.index} to stage {e.target}" for e in edges if e.value == op.name),
+            tuple(results.get(op.name, ())),
+            tuple(ending[at]),
             None if cost is None or asked is None else cost.curve.us(asked.nbytes),
         )
 

@@ -58,7 +58,6 @@ def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Pla
         "categories": CATEGORIES,
         "ops": {} if plan is None else _ops(plan, texts),
         "edges": [] if plan is None else [texts(f"{e.value} {e.spec}") for e in plan.job.edges],
-        "stages": [] if plan is None else list(plan.schedule.stage_ranks),
         "source": "" if plan is None else plan.costs.source,
         "timelines": [
             _timeline(timeline, title, plan, texts) for timeline, title in zip(timelines, titles, strict=True)
@@ -82,7 +81,6 @@ def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
             for key, value in op_data(row.op, specs).items():
                 columns[key].append(texts(value) if isinstance(value, str) else value)
             columns["category"].append(CATEGORIES.index(op_category(row.op, row.phase)))
-            columns["part"].append(row.part)
             columns["us"].append(_ticks(row.us))
     return {"windows": windows, **columns}
 
@@ -114,15 +112,13 @@ def _lane(
 ) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
     starts, ends = [_ticks(span.start_us) for span in spans], [_ticks(span.end_us) for span in spans]
-    categories = [span_category(span) for span in spans]
     return {
         "rank": rank,
         "row": row,
         "count": len(spans),
         "start": [start - before for start, before in zip(starts, [0, *ends])],
         "took": [end - start for start, end in zip(starts, ends, strict=True)],
-        # Compute of unknown phase has the first's colour.
-        "category": [CATEGORIES.index(one) if one in CATEGORIES else 0 for one in categories],
+        "category": [CATEGORIES.index(span_category(span)) for span in spans],
         "name": [texts(span.name) for span in spans],
         "microbatch": [-1 if span.microbatch is None else span.microbatch for span in spans],
         "run": [run_of.get(id(span), -1) for span in spans],

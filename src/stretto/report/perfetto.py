@@ -53,33 +53,46 @@ class OpSlice:
 
 Details = Iterator[tuple[str, int | float | str]]
 
-Nested = Mapping[int, list[OpSlice]]
-"""Identity of a compute span -> the ops within it, in order."""
+Called = tuple[int, int | None, int | None, str]
+"""A collective: rank, stage, microbatch, label."""
 
 
 def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
-    """How many op slices `nested_ops` would make of the timelines, about."""
+    """How many op slices `laid_ops` would make of the timelines, about."""
     timed = {name: sum(row.us > 0 for row in rows) for name, rows in window_ops(plan).items()}
     return sum(timed[run.window] for t in timelines for runs in runs_of(plan, t) for run in runs)
 
 
-def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
-    """The ops of every run, laid over its compute spans."""
-    result: dict[int, list[OpSlice]] = defaultdict(list)
+def laid_ops(plan: Plan, timeline: Timeline) -> tuple[dict[int, list[OpSlice]], dict[Called, list[OpSlice]]]:
+    """The ops of every run, laid over its compute spans: identity of a span -> the ops within it, in order;
+    and of each collective, the last op before its start and the first after its wait."""
+    nested: dict[int, list[OpSlice]] = defaultdict(list)
+    around: dict[Called, list[OpSlice]] = {}
     windows = window_ops(plan)
     times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
-    for run in (run for runs in runs_of(plan, timeline) for run in runs):
+    for rank, run in ((rank, run) for rank, runs in enumerate(runs_of(plan, timeline)) for run in runs):
+        rows, slices = windows[run.window], list[OpSlice]()
         for at, span, start_us, end_us in laid_over(times_us[run.window], run.spans):
-            result[id(span)].append(OpSlice(windows[run.window][at], at, start_us, end_us))
-    return result
+            slices.append(OpSlice(rows[at], at, start_us, end_us))
+            nested[id(span)].append(slices[-1])
+        starts = {(row.part, row.op.name): at for at, row in enumerate(rows) if row.op.collective is not None}
+        for waited, row in enumerate(rows):
+            started = starts.get((row.part, str(row.op.alias))) if row.op.target == WAIT else None
+            if started is not None:
+                before = bisect_right(slices, started, key=attrgetter("at"))
+                after = bisect_right(slices, waited, key=attrgetter("at"))
+                called = (rank, row.stage, run.microbatches[row.part], rows[started].op.label)
+                around.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
+    return nested, around
 
 
-def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:
-    """The flows of a timeline, numbered from `first_flow`; with `nested` ops, collectives lead to those."""
+def flows_of(
+    timeline: Timeline, first_flow: int, ops: Mapping[Called, list[OpSlice]]
+) -> dict[int, list[int]]:
+    """The flows of a timeline, numbered from `first_flow`. ops: around collectives, to which these lead."""
     compute = [
         [span for span in rows[COMPUTE_LANE] if span.kind is SpanKind.COMPUTE] for rows in rows_of(timeline)
     ]
-    ops = {} if plan is None or not nested else _ops_around(plan, timeline, nested)
     flows: dict[int, list[int]] = defaultdict(list)
     messages = [span for span in timeline.spans if span.kind is SpanKind.MESSAGE]
     for flow, message in enumerate(messages, start=first_flow):
@@ -119,33 +132,6 @@ def _around(message: Span, spans: Sequence[Span]) -> list[Span]:
     ends = [spans[at]] if at >= 0 else []
     after = bisect_right(spans, message.end_us - 1e-6, key=START)
     return [*ends, spans[after]] if after < len(spans) and after != at else ends
-
-
-Called = tuple[int, int | None, int | None, str]
-"""A collective: rank, stage, microbatch, label."""
-
-
-def _ops_around(plan: Plan, timeline: Timeline, nested: Nested) -> dict[Called, list[OpSlice]]:
-    """Of each collective, the last op before its start and the first after its wait."""
-    result: dict[Called, list[OpSlice]] = {}
-    windows = window_ops(plan)
-    for rank, runs in enumerate(runs_of(plan, timeline)):
-        for run in runs:
-            # In the order of their ops.
-            slices = [piece for span in run.spans for piece in nested.get(id(span), ())]
-            rows = windows[run.window]
-            starts = {
-                (row.part, row.op.name): at for at, row in enumerate(rows) if row.op.collective is not None
-            }
-            for waited, row in enumerate(rows):
-                started = starts.get((row.part, str(row.op.alias))) if row.op.target == WAIT else None
-                if started is None:
-                    continue
-                before = bisect_right(slices, started, key=attrgetter("at"))
-                after = bisect_right(slices, waited, key=attrgetter("at"))
-                called = (rank, row.stage, run.microbatches[row.part], rows[started].op.label)
-                result.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
-    return result
 
 
 def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:
@@ -192,8 +178,8 @@ class _Writer:
         return data
 
     def _timeline(self, timeline: Timeline, at: int) -> None:
-        self.nested = nested_ops(self.plan, timeline) if self.plan is not None else {}
-        self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
+        self.nested, around = laid_ops(self.plan, timeline) if self.plan is not None else ({}, {})
+        self.flows = flows_of(timeline, self.next_flow, around)
         self.next_flow += len(timeline.spans)
         for rank, lanes in enumerate(rows_of(timeline)):
             position = rank * len(self.timelines) + at

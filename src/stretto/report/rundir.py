@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
-from stretto.files.typed_file import TypedFile
+from stretto.files.typed_file import TypedFile, read_text
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
@@ -113,31 +113,23 @@ def _load_directory(path: Path) -> Run:
     return run
 
 
-def _object(text: bytes, where: str) -> dict[str, Any]:
+def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        data = parse_json(text.decode())
+        data = parse_json(text)
     except ValueError as error:
-        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise UsageError(f"cannot read {where}: {why}; mend it, or remove it") from None
+        raise UsageError(f"cannot read {where}: {error}; mend it, or remove it") from None
     if not isinstance(data, dict):
         raise UsageError(f"cannot read {where}: expected a JSON object, found {type(data).__name__}")
     return data
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-
-
 def _load_object(path: Path) -> dict[str, Any]:
-    return _object(_bytes(path), str(path))
+    return _object(read_text(path), str(path))
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
-    lines = _bytes(path).splitlines()
+    lines = read_text(path).removesuffix("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:

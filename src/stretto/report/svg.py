@@ -20,7 +20,7 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of
+from stretto.report.detail import rows_of, span_category
 from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -60,13 +60,9 @@ def save_svg(timeline: Timeline, path: Path) -> None:
     write_file(path, draw([timeline]))
 
 
-def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
-    """Draw timelines above each other on a common time scale, as the text of an SVG.
-
-    titles: one for each timeline, or none (then `predicted` and `measured`).
-    """
-    names = list(titles) or [source_word(timeline.source) for timeline in timelines]
-    assert len(names) == len(timelines), "one title a timeline"
+def draw(timelines: Sequence[Timeline]) -> str:
+    """Draw timelines above each other on a common time scale, as the text of an SVG."""
+    names = [source_word(timeline.source) for timeline in timelines]
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
         picture.title(title, *_accounts(timeline))
@@ -227,7 +223,7 @@ class _Picture:
                 )
                 self._box(f"{span.kind.value}{' edged' * edged}", span, span.end_us, y, height)
                 continue
-            phase = span.phase.value if span.phase is not None else "F"
+            phase = span_category(span)
             self.kinds.add(phase)
             top = y + at * height
             width = self._box(f"{phase}{(span.microbatch or 0) % 3}", span, span.end_us, top, height)

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stretto.ir.axes import AXES, PIPELINE
+from stretto.ir.axes import AXES
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
-from stretto.ir.timeline import Span, SpanKind, Timeline
+from stretto.ir.timeline import Span, SpanKind, Timeline, axis_of
 from stretto.ir.work import Work
 from stretto.report.grid import Grid, format_bytes, format_flops, format_share, format_us, source_word
 from stretto.report.ops import OpGroup
 
-_EDGE = re.compile(r"^e\d+(:\d+)?$")
-_BUCKET = re.compile(r"^\d+\.\d+$")
+_SUM = re.compile(r"^\d+\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,14 @@ class Traffic:
 
 
 def communication_of(name: str) -> tuple[str, str]:
-    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` is a message, `tp all_reduce mm_3` all_reduce.
-
-    A communication whose name begins with no axis belongs to pp, whose messages are the oldest names.
-    """
-    first, _, rest = name.partition(" ")
-    axis, rest = (first, rest) if first in AXES else (PIPELINE, name)
-    word = rest.split(" ")[0]
-    if ">" in word or _EDGE.match(word):
+    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` a message, `tp all_reduce mm_3` all_reduce."""
+    axis = axis_of(name)
+    word = name.removeprefix(f"{axis} ").split(" ")[0]
+    if ">" in word:
         return axis, "message"
     if word == "tied":
         return axis, "tied gradients"
-    if word == "reduce" or _BUCKET.match(word):
-        return axis, "gradients"
-    return axis, word
+    return axis, "gradients" if _SUM.match(word) else word
 
 
 def traffic_of(

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stretto.ir.action import Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of
+from stretto.report.detail import rows_of, span_category
 from stretto.report.grid import format_us, source_word
 from stretto.schedule.draw import to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -94,7 +94,7 @@ def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> T
         if shown is None:
             text.append(" " * width)
         else:
-            text.append(_box(shown, width, compute), style=STYLES[_style(shown)])
+            text.append(_box(shown, width, compute), style=STYLES[span_category(shown)])
     return text
 
 
@@ -105,12 +105,6 @@ def _box_key(span: Span | None) -> object:
     return span.kind, span.name
 
 
-def _style(span: Span) -> str:
-    if span.kind is SpanKind.COMPUTE:
-        return span.phase.value if span.phase is not None else "F"
-    return span.kind.value
-
-
 def _box(span: Span, width: int, compute: bool) -> str:
     if span.kind is SpanKind.EXPOSED:
         return "/" * width
@@ -118,7 +112,7 @@ def _box(span: Span, width: int, compute: bool) -> str:
         return "·" * width
     if not compute:
         return "=" * width
-    letter = _style(span)
+    letter = span_category(span)
     words = next((w for w in (span.name, f"{letter}{span.microbatch}", letter) if len(w) <= width), letter)
     # A box begins with its name, so that neighbours of one colour can be distinguished.
     return words + "-" * (width - len(words))

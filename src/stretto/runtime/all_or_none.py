@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
-from stretto.errors import LostRankError, StrettoError, UsageError
+from stretto.errors import LostRankError, StrettoError
 
 T = TypeVar("T")
 
@@ -31,31 +31,12 @@ class Ranks(Protocol):
     def all_gather(self, item: Any) -> list[Any]: ...
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
+def together(ranks: Ranks, work: Callable[[], T], what: str = "works for all ranks") -> T:
     """Do the work, and return what it gives here once all ranks have done theirs; every rank must call it.
 
-    Raises the first rank's StrettoError on all ranks; a LostRankError at once.
-    """
-    built: list[T] = []
-    failed: tuple[int, str] | None = None
-    try:
-        built.append(work())
-    except LostRankError:
-        raise
-    except StrettoError as error:
-        failed = (error.exit_status, str(error))
-    for one in ranks.all_gather(failed):
-        if one is not None:
-            status, message = one
-            raise (UsageError if status == UsageError.exit_status else StrettoError)(message)
-    return built[0]
-
-
-def together_slowly(ranks: Ranks, work: Callable[[], T], what: str = "works for all ranks") -> T:
-    """The same for work that may take longer than ranks wait for a message, such as writing to a disk.
-
-    The work is done by the thread that calls, so that signals reach it, and must not communicate: another
-    thread gathers how far the ranks are. What else than a StrettoError ends it (an interrupt, a defect) is a
+    The work may take longer than ranks wait for a message, such as writing to a disk. It is done by the
+    thread that calls, so that signals reach it, and must not communicate: another thread gathers how far the
+    ranks are. The first rank's StrettoError is raised on all. What else ends it (an interrupt, a defect) is a
     LostRankError on the other ranks; what: what the rank does, for that message.
     """
     if ranks.size == 1:

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from stretto.backend.dispatch_adapter import resolve
-from stretto.backend.specs import decoded, spec_of
+from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
@@ -166,17 +166,18 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
 
 @dataclass(slots=True)
 class Compiled:
-    """A compiled graph: inputs in order -> outputs in order. meter: counts memory while it is set."""
+    """A compiled graph: inputs in order -> outputs in order."""
 
     number: int
     function: Callable[..., tuple[torch.Tensor, ...]]
-    meter: MemoryMeter | None = None
+    compiler: Compiler
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _CALLING:
-            if self.meter is None:
+            meter = self.compiler.meter
+            if meter is None:
                 return self.function(*inputs)
-            result: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
+            result: tuple[torch.Tensor, ...] = meter.outside(self.function, *inputs)
             return result
 
 
@@ -195,17 +196,16 @@ class Compiler:
         self._threads = threads
         self.known: dict[str, Compiled] = {}
         self.calls = 0
+        self.meter: MemoryMeter | None = None
 
     @contextmanager
     def metered(self, meter: MemoryMeter) -> Iterator[None]:
         """What compiled functions return is counted meanwhile."""
-        for compiled in self.known.values():
-            compiled.meter = meter
+        self.meter = meter
         try:
             yield
         finally:
-            for compiled in self.known.values():
-                compiled.meter = None
+            self.meter = None
 
     def compiled(self, stretch: Stretch, specs: Iterable[TensorSpec]) -> Compiled:
         """The function of a stretch. specs: of its inputs, in order."""
@@ -220,7 +220,7 @@ class Compiler:
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
                 )
                 function(*(_zeros(spec, self._device) for spec in specs))
-            self.known[text] = Compiled(len(self.known), function)
+            self.known[text] = Compiled(len(self.known), function, self)
         return self.known[text]
 
 
@@ -246,12 +246,10 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.stride is None:
-        return torch.zeros(spec.shape, dtype=dtype, device=device)
+    made = empty_of(spec, device)
     # An expanded tensor has fewer elements than its shape has.
-    reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
-    return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)
+    made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+    return made
 
 
 def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:

@@ -25,7 +25,7 @@ from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 from stretto.runtime.emulated_transport import SingleRankEnd
-from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
+from stretto.runtime.record import LEAST_SPAN_US, idle_spans
 from stretto.runtime.transport import Handle
 from stretto.simulating import simulate
 from stretto.verifying.trace import ends_of
@@ -104,7 +104,6 @@ class CudaTransport(SingleRankEnd):
                 spans.append(Span(pp_rank, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
             cursor = max(cursor, end_us)
         spans += idle
-        spans += gap_spans(pp_rank, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
         peaks = tuple(peak_bytes if rank == pp_rank else 0 for rank in range(self._plan.ranks))
         members = self._plan.members
         return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks, members=members)

@@ -147,7 +147,9 @@ def _gather_full(
     ]
     table = [(name, full, box.dtype, offsets, tuple(box.shape)) for name, full, offsets, box in boxes]
     gathered = transport.all_gather(table)
-    _open(tensors, transport)
+    if transport.size > 1:
+        plan = tensors.plan
+        transport.open((*plan.communicators, plan.everyone(LANE)), tensors.device, plan.mesh)
     full_tensors: dict[str, torch.Tensor] = {}
     for rank, owned in enumerate(gathered):
         for k, (name, full, dtype, offsets, shape) in enumerate(owned):
@@ -163,12 +165,6 @@ def _gather_full(
                 pp_rank = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
                 full_tensors[name][pp_rank].copy_(box)
     return full_tensors
-
-
-def _open(tensors: RankTensors, transport: Transport) -> None:
-    if transport.size > 1:
-        plan = tensors.plan
-        transport.open((*plan.communicators, plan.everyone(LANE)), tensors.device, plan.mesh)
 
 
 class LeftKeys(NamedTuple):

@@ -153,12 +153,5 @@ def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
 def _adding(plan: Plan, metric: Metric, pp_rank: int) -> Sequence[int]:
     """The ranks at a pipeline rank that have values of their own; along other axes they are equal."""
     own = {*plan.job.data_axes, *metric.partial}
-    mesh = plan.mesh
-    return [
-        rank
-        for rank in range(plan.world)
-        if mesh.pp_rank(rank) == pp_rank
-        and all(
-            at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE
-        )
-    ]
+    axes = [PIPELINE, *(axis for axis, _ in plan.mesh.sizes if axis in own)]
+    return plan.mesh.group(plan.mesh.rank({PIPELINE: pp_rank}), axes, [pp_rank]) or ()

@@ -141,7 +141,6 @@ class RankState:
         self._batch = [{name: chunks[m] for name, chunks in parts.items()} for m in range(count)]
         self.divisor.begin(batch)
         self.marks = Marks()
-        self.clock.begin()
         try:
             with torch.no_grad():
                 self.marks.start = self.clock.now()

@@ -6,8 +6,7 @@ on, and a mark is an event on the stream that computes. Nothing waits for it; th
 is asked for.
 
     1. `now` gives a mark, `read` a step's marks in nanoseconds of this process's monotonic clock.
-    2. Events are reused from step to step: the marks of a step are lost when the next begins.
-    3. The device's time is tied to the host's by one event that the host waits for. Events differ exactly, so
+    2. The device's time is tied to the host's by one event that the host waits for. Events differ exactly, so
        that what a rank does is exact, however rough the tie.
 
 The timeline has the same tracks and accounts as the simulated one.
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from stretto.backend.device_time import mark
 from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import PHASES
@@ -106,56 +106,49 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         {(name, asked_by(rank, name, at)): (us(rank, at), nbytes) for name, nbytes, at in m.starts}
         for rank, m in enumerate(marks)
     ]
-    # Who waits for whom: of each wait, what is before the last of those that take part has begun.
     stalls: dict[tuple[str, int, int], float] = defaultdict(float)
+
+    def stall(axis: str, rank: int, on: int, begun: float, waited: tuple[float, float]) -> None:
+        """Who waits for whom: of each wait, what is before the last of those that take part has begun."""
+        stalled_us = min(begun, waited[1]) - waited[0]
+        if on != rank and stalled_us > LEAST_SPAN_US:
+            stalls[axis, rank, on] += stalled_us
+
+    spans: list[Span] = []
     for rank, m in enumerate(marks):
         here = mesh.coordinates(rank)
-        found: list[tuple[str, int, float, int, int]] = []
-        for name, lane, start_ns, end_ns in m.finishes:
-            members = plan.communicator(lane)
-            key = name, asked_by(rank, name, start_ns)
-            them = mesh.group(rank, members.axes, members.ranks) or ()
-            at, last = max(((started[o][key][0], o) for o in them if key in started[o]), default=(0.0, rank))
-            found.append((axis_of(name), last, at, start_ns, end_ns))
-        for edge, mb, start_ns, end_ns in m.waits:
-            of = mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
-            found.append((PIPELINE, of, sent.get((of, (edge, mb)), 0.0), start_ns, end_ns))
-        for axis, last, at, start_ns, end_ns in found:
-            stalled_us = min(at, us(rank, end_ns)) - us(rank, start_ns)
-            if last != rank and stalled_us > LEAST_SPAN_US:
-                stalls[axis, rank, last] += stalled_us
-    spans: list[Span] = []
-    for pp_rank in range(plan.ranks):
-        rank = mesh.rank({PIPELINE: pp_rank})
+        pp_rank = here[PIPELINE]
+        lane: list[Span] = []
         idle: list[Span] = []
-        for edge_index, mb, start_ns, end_ns in marks[rank].waits:
-            sender = mesh.rank({PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
-            left = sent.get((sender, (edge_index, mb)), us(rank, start_ns))
+        for edge_index, mb, start_ns, end_ns in m.waits:
             waited = (us(rank, start_ns), us(rank, end_ns))
-            spans.append(_message(plan, pp_rank, edge_index, mb, left, waited))
+            sender = mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
+            left = sent.get((sender, (edge_index, mb)), waited[0])
+            stall(PIPELINE, rank, sender, left, waited)
+            lane.append(_message(plan, pp_rank, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
-            idle += idle_spans(pp_rank, spans[-1].name, waited[0], left, waited[1])
-        for name, lane, start_ns, end_ns in marks[rank].finishes:
+            idle += idle_spans(pp_rank, lane[-1].name, waited[0], left, waited[1])
+        for name, communicator, start_ns, end_ns in m.finishes:
             waited = (us(rank, start_ns), us(rank, end_ns))
-            members = plan.communicator(lane)
+            members = plan.communicator(communicator)
+            key = name, (asked := asked_by(rank, name, start_ns))
+            them = mesh.group(rank, members.axes, members.ranks) or ()
+            last, on = max(((started[o][key][0], o) for o in them if key in started[o]), default=(0.0, rank))
+            stall(axis_of(name), rank, on, last, waited)
+            begun, nbytes = started[rank].get(key, (waited[0], 0))
             # Pipeline ranks start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
-            group = mesh.group(rank, members.axes, members.ranks) if members.joins_pp_ranks else None
-            key = name, (asked := asked_by(rank, name, start_ns))
-            begun = max(started[member].get(key, (waited[0], 0))[0] for member in group or (rank,))
-            nbytes = started[rank].get(key, (0.0, 0))[1]
-            spans.append(_collective(plan, pp_rank, lane, name, begun, waited, nbytes, asked))
+            begun = max(begun, last) if members.joins_pp_ranks else begun
+            lane.append(_collective(plan, pp_rank, communicator, name, begun, waited, nbytes, asked))
             idle += idle_spans(pp_rank, name, waited[0], begun, waited[1])
-        for name, start_ns, end_ns in marks[rank].others:
+        for name, start_ns, end_ns in m.others:
             waited = (us(rank, start_ns), us(rank, end_ns))
             idle += idle_spans(pp_rank, name, waited[0], waited[0], waited[1])
         idle.sort(key=lambda span: span.start_us)
-        spans += compute_spans(plan, pp_rank, marks[rank], partial(us, rank), idle)
-        spans += idle
-        spans += gap_spans(
-            pp_rank, [s for s in spans if s.rank == pp_rank and s.lane == COMPUTE_LANE], step_us
-        )
+        if rank == mesh.rank({PIPELINE: pp_rank}):
+            work = [*compute_spans(plan, pp_rank, m, partial(us, rank), idle), *idle]
+            spans += [*lane, *work, *gap_spans(pp_rank, work, step_us)]
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
         pp_rank = mesh.pp_rank(rank)
@@ -306,9 +299,6 @@ def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
 class HostClock:
     """What `Marks` are made with: nanoseconds at once."""
 
-    def begin(self) -> None:
-        """A step begins."""
-
     def now(self) -> Any:
         """A mark: what `read` will know the time of."""
         return time.perf_counter_ns()
@@ -323,28 +313,16 @@ class DeviceClock(HostClock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
-
-    def begin(self) -> None:
-        """Step 2."""
-        self._used = 0
 
     def now(self) -> torch.cuda.Event:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        event = self._events[self._used]
-        self._used += 1
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return mark(torch.cuda.current_stream(self._device))
 
     def read(self, marks: Marks) -> Marks:
-        """Step 3. Waits for the device. The sooner after the step, the better: two clocks drift apart, and a
+        """Step 2. Waits for the device. The sooner after the step, the better: two clocks drift apart, and a
         long time between events is known to fewer digits."""
         if not isinstance(marks.start, torch.cuda.Event):
             return marks
-        tie = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        tie.record(torch.cuda.current_stream(self._device))
+        tie = self.now()
         tie.synchronize()
         host_ns = time.perf_counter_ns()
         start: Any = marks.start

@@ -25,6 +25,7 @@ from stretto.ir.integers import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.measure.measured import device_of
 from stretto.runtime.compare import line, rank_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
@@ -95,7 +96,7 @@ def rehearse(
     Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
     when model or batch do not fit; PlanError for a plan that is refused.
     """
-    device = _device(plan)
+    device = device_of(plan.job, "rehearse where there is one")
     if not 0 <= rank < plan.world:
         raise UsageError(f"there is no rank {rank}: the plan's ranks are 0 to {plan.world - 1}")
     if steps < 1:
@@ -143,16 +144,6 @@ def _refuse_endless(plan: Plan) -> None:
             f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest: {key[1]!r} "
             f"of stage {key[0]}, {most_us / 1e6:,.0f} s), links and collectives, or plan again"
         )
-
-
-def _device(plan: Plan) -> torch.device:
-    kind = plan.job.device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "the plan was captured for cuda, and this machine has no such device: rehearse where there is "
-            "one, or capture with device='cpu' and plan again"
-        )
-    return torch.device(kind)
 
 
 def _walker(

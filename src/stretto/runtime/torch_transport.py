@@ -17,14 +17,12 @@ A rank whose connection breaks or stays silent is named, except in a collective,
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
+from stretto.processor.control_groups import host
 from stretto.runtime.transport import Handle, Transport
 
 TIMEOUT_S = 300.0
@@ -163,7 +162,7 @@ class TorchTransport(Transport):
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's (perf_counter). All ranks come out of a gather at one time, but
         for what its last message takes; the median of some counts."""
-        if len(set(self.all_gather(_boot_id()))) == 1:
+        if len(set(self.all_gather(host()[0]))) == 1:
             return 0.0  # one machine, one clock
         offsets_ns: list[int] = []
         for _ in range(CLOCK_ROUNDS):
@@ -210,14 +209,6 @@ class TorchTransport(Transport):
             what = f"was lost (its connection on lane {lane!r} broke)"
         rest = f"Look at its output; resume from the last checkpoint ({reason})"
         return LostRankError(f"rank {self.rank}: {who} {what}. {rest}", peer)
-
-
-def _boot_id() -> str:
-    """Names this machine since it booted; processes with equal names share the monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"unknown {os.getpid()}"
 
 
 def _lane_options(device: torch.device) -> dict[str, Any]:

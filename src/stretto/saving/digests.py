@@ -18,8 +18,10 @@ from stretto.files.typed_file import TypedFile
 
 NAME = "digests.json"
 TABLE = "tensors.json"
-ELSE = "take another checkpoint"
-"""What to do about one that cannot be read; a run has settings for it, and other words."""
+METADATA = ".metadata"
+"""The table as PyTorch's distributed checkpoints name it."""
+ELSE = "take another checkpoint (of a run, by checkpoint.resume), or start again without (--no-resume)"
+"""What to do about one that cannot be read."""
 BYTES = 16
 """Of a digest: two checkpoints of different content never share one by accident."""
 BLOCK_BYTES = 1 << 20

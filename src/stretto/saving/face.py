@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 
 from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
-from stretto.runtime.all_or_none import on_first, together, together_slowly
+from stretto.runtime.all_or_none import on_first, together
 from stretto.runtime.rank_tensors import Part
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.tensors import DTYPES, METADATA
+from stretto.saving.digests import METADATA
+from stretto.saving.tensors import DTYPES
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1
@@ -195,7 +196,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     read, rest, made, groups = together(transport, check)
     digests.refuse_others(transport.all_gather(digests.identity(checkpoint)), checkpoint)
     runner.unfit = f"{checkpoint} was read in part: load a complete checkpoint"
-    together_slowly(transport, read)
+    together(transport, read)
     if optimizer is not None and (table := rest.table) is not None:
 
         def install() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.models.weight_files import Weights, weights_folder, weights_of
 from stretto.runtime import Runner
-from stretto.runtime.all_or_none import together, together_slowly
+from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import Part
 from stretto.saving.digests import refuse_others
 
@@ -32,7 +32,7 @@ def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
     place = weights.files.folder
     refuse_others(runner.transport.all_gather(weights.files.digest), place)
     runner.unfit = f"{place} was read in part: load a full model"
-    together_slowly(runner.transport, lambda: read(weights, runner.tensors.parts()))
+    together(runner.transport, lambda: read(weights, runner.tensors.parts()))
     runner.loaded()
     runner.check_copies()
 

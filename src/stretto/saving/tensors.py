@@ -40,10 +40,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from stretto.errors import StrettoError, listed
 from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
-from stretto.runtime.all_or_none import together, together_slowly
+from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import (
+    METADATA,
     TABLE,
     Digest,
     FileName,
@@ -55,9 +56,6 @@ from stretto.saving.digests import (
     unusable,
 )
 from stretto.saving.folder import Writing
-
-METADATA = ".metadata"
-"""The table as PyTorch names it."""
 
 DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
@@ -159,7 +157,7 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
         with writing:
             return _digested(folder, writer.write_data(plan, planner).wait())
 
-    results = transport.all_gather(together_slowly(transport, write_mine))
+    results = transport.all_gather(together(transport, write_mine))
 
     def write_table() -> dict[str, bytes]:  # step 3
         with writing:

@@ -74,18 +74,6 @@ def save(
     return place
 
 
-def load(checkpoint: Path, runner: Runner, optimizer: torch.optim.AdamW) -> None:
-    """Read this rank's parameters, buffers and optimizer state, whatever split wrote them; the settings of
-    this run decide the optimizer's options. Every rank must call it.
-
-    Raises StrettoError on all ranks for a checkpoint that cannot be read or lacks something.
-    """
-    try:
-        face.fill(checkpoint, runner, optimizer, options=False)
-    except StrettoError as error:
-        raise _in_a_run(error) from None
-
-
 MOST_ABSENT = 8
 """How much larger than what a checkpoint has of a model may be what it lacks: parameters that no stage uses.
 Assumed: the part of a model that is trained is not smaller."""
@@ -99,20 +87,17 @@ def read_tensors(
     """Fill `values` in place with what the checkpoint has under their names; returns those that it does not
     have. check_only: read nothing, and refuse a checkpoint that has little of the values, which may be on
     "meta". Raises StrettoError for one that cannot be read, or has other shapes under their names."""
-    try:
-        stored = tensors.stored_in(checkpoint)
-        known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
-        absent = {name: tensor for name, tensor in values.items() if name not in known}
-        tensors.check_fit(checkpoint, known, stored)
-        if not check_only:
-            tensors.read(checkpoint, stored, known)
-        elif sum(one.numel() for one in absent.values()) > FEW + MOST_ABSENT * sum(
-            values[name].numel() for name in known
-        ):
-            largest = max(absent, key=lambda name: absent[name].numel())
-            raise StrettoError(f"{checkpoint} lacks most of its model, such as {largest}; {ELSE}")
-    except StrettoError as error:
-        raise _in_a_run(error) from None
+    stored = tensors.stored_in(checkpoint)
+    known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
+    absent = {name: tensor for name, tensor in values.items() if name not in known}
+    tensors.check_fit(checkpoint, known, stored)
+    if not check_only:
+        tensors.read(checkpoint, stored, known)
+    elif sum(one.numel() for one in absent.values()) > FEW + MOST_ABSENT * sum(
+        values[name].numel() for name in known
+    ):
+        largest = max(absent, key=lambda name: absent[name].numel())
+        raise StrettoError(f"{checkpoint} lacks most of its model, such as {largest}; {ELSE}")
     return absent
 
 
@@ -162,8 +147,3 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's, under their names in checkpoints."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     return tensors | {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
-
-
-def _in_a_run(error: StrettoError) -> StrettoError:
-    do = "resume from another checkpoint (checkpoint.resume), or start again with --no-resume"
-    return type(error)(str(error).replace(ELSE, do))

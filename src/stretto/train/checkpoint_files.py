@@ -24,13 +24,11 @@ from stretto.errors import UsageError, near_path
 from stretto.files.codec import Fits
 from stretto.files.typed_file import TypedFile
 from stretto.files.whole_file import saving
-from stretto.saving.digests import read_checked
+from stretto.saving.digests import METADATA, read_checked
 from stretto.saving.folder import recover, sync_folder, write_synced
 
 STATE = "state.json"
 TOKENIZER = "tokenizer.json"
-METADATA = ".metadata"
-"""Written by PyTorch's distributed checkpoints."""
 LATEST = "latest"
 _NAME = re.compile(r"step-([0-9]{6,18})")
 

@@ -90,8 +90,11 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
             measured.save(run_dir / TRACE)
         if results.seen is not None:
             OBSERVED.save(results.seen, run_dir / SEEN)
+        run = load_run(run_dir)
+        run.summary, run.notes = summary, [note for note in run.notes if not note.startswith(SUMMARY)]
+        write_page(run)
+        # Last: with it the run has come to its end.
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_page(load_run(run_dir))
     say("")
     say(f"held-out loss {results.held_out_loss:.4f}{unit} after step {results.steps}{compared}")
     for line in reported:

@@ -28,15 +28,13 @@ from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.files.say import silent
-from stretto.files.whole_file import saving
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.planning.make_plan import plan as make_plan
-from stretto.report.html import REPORT, write_page
 from stretto.report.load import dropped_words
-from stretto.report.rundir import load_run
 from stretto.runtime import Runner
+from stretto.saving import face
 from stretto.train import checkpoint
 from stretto.train.agreement import (
     Checkpoint,
@@ -139,9 +137,6 @@ class Trainer:
             for line in check_compatible(*start, settings, task):
                 say(f"note: {line}")
         if self._is_finished(start):
-            if self.world.rank == 0 and not (settings.run_dir / REPORT).exists():  # it was killed before that
-                with saving(settings.run_dir):
-                    write_page(load_run(settings.run_dir))
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
                 "training.steps higher to go on, start again with --no-resume, which keeps what is there, or "
@@ -217,7 +212,8 @@ class Trainer:
         begin("the first step")
         if start is not None:
             state, path = start
-            checkpoint.load(path, self.runner, self.optimizer)
+            # The settings of this run decide the optimizer's options.
+            face.fill(path, self.runner, self.optimizer, options=False)
             self.step = state.step
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")

@@ -9,19 +9,17 @@ import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from stretto.backend.collectives import Said, gather_all
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.processor.control_groups import usable_cores
 from stretto.train.failure import is_worker
-
-Said = TypeVar("Said")
 
 DEVICES = Path("/dev")
 DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
@@ -50,10 +48,7 @@ class World:
 
     def all_gather(self, item: Said) -> list[Said]:
         """Every rank's item, by rank; all must call it."""
-        items = [item] * self.size
-        if self.size > 1:
-            dist.all_gather_object(items, item)
-        return items
+        return gather_all(item) if self.size > 1 else [item]
 
 
 def environment() -> World:

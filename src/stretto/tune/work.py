@@ -192,16 +192,9 @@ def refused(candidate: Candidate, error: StrettoError) -> Refused:
 class Workers:
     """So many processes, while it is entered."""
 
-    def __init__(
-        self,
-        count: int,
-        settings: TrainSettings,
-        devices: int,
-        cluster: Description,
-        fixed: Mapping[str, Any],
-    ) -> None:
-        self._count = count
-        self._of = (settings, devices, cluster, dict(fixed))
+    def __init__(self, count: int, *of: Any) -> None:
+        """of: what `Work` is made with."""
+        self._count, self._of = count, of
         self._all: list[BaseProcess] = []
         self._free: list[Connection] = []
         self._busy: dict[Connection, Asked] = {}
