@@ -29,7 +29,7 @@ from stretto.capturing.convert import convert
 from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
-from stretto.capturing.graph import COUNT, GRAD, LOSS, SEEN, UPDATE, JointGraph, Traced, passed
+from stretto.capturing.graph import COUNT, GRAD, LOSS, SEEN, UPDATE, JointGraph, Traced
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
@@ -47,7 +47,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Buffer, Constant, Job, Parameter
 from stretto.parallelize.expert_op import as_one_op
 from stretto.parallelize.layout import Layout, part_shapes
-from stretto.passes import check_names
+from stretto.passes import check_names, on_graph
 from stretto.passes.layout.program import StepProgram
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
         proof = Proof(program, tensor.shards, tensor.size)
         partial_along, sharded = proof.partial(), proof.sharded()
         seen = tuple(with_partial(one, proof.of(one.value)) for one in seen)
-    program = passed(program, sharded, setup.skip_passes)
+    program = on_graph(program, sharded, setup.skip_passes)
 
     counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
     used = {name for op in (*(op for op, _ in program.ops), *counting) for name in op.uses}
