@@ -55,28 +55,36 @@ _log = logging.getLogger(__name__)
 PLAIN = Layout()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _TraceSetup:
     """What is traced, after step 1; arguments of `trace` have their names.
 
-    fixed: as in `ir.program.Job`. leaves: of the microbatch, fake, by name. at: the device of fake tensors;
-    absent: whether that replaces a CUDA that this machine lacks; device: the kind of device that the step is
-    for.
+    leaves: of the microbatch, fake, by name. at: the device of fake tensors; absent: whether that replaces
+    a CUDA that this machine lacks.
     """
 
     model: nn.Module
     batch: Any
     loss: Loss
-    fixed: tuple[tuple[str, str], ...]
-    leaves: Mapping[str, Tensor]
-    mode: Any
-    at: torch.device
-    absent: bool
-    device: str
+    microbatches: int
     param_dtype: torch.dtype | None
+    device: torch.device
     layout: Layout
     skip_passes: Collection[str]
     meshes: OnMeshes | None
+
+    def __post_init__(self) -> None:
+        self.absent = self.device.type == "cuda" and not torch.cuda.is_available()
+        self.mode = torch_adapter.fake_mode()
+        self.at = torch.device("cpu") if self.absent else self.device
+        self.leaves: dict[str, Tensor] = {}
+        shapes = tree.microbatch_shapes(self.batch, self.microbatches)
+        for name, leaf in tree.flatten(self.batch).items():
+            # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
+            converted = self.param_dtype is not None and leaf.dtype.is_floating_point and leaf.dim()
+            dtype = self.param_dtype if converted else leaf.dtype
+            with self.mode:
+                self.leaves[name] = torch.empty(shapes[name], dtype=dtype, device=self.at)
 
 
 @rarely_collected()
@@ -106,37 +114,10 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    fixed, leaves = tuple(tree.fixed(batch).items()), tree.flatten(batch)
-    check_batch(leaves)
-    shapes = tree.microbatch_shapes(batch, microbatches)
+    check_batch(tree.flatten(batch))
     check_model(model)
     at = torch.device(device) if device is not None else _device_of(model)
-    absent = at.type == "cuda" and not torch.cuda.is_available()
-    mode = torch_adapter.fake_mode()
-    here = torch.device("cpu") if absent else at
-    fakes = {}
-    for name, leaf in leaves.items():
-        # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
-        converted = param_dtype is not None and leaf.dtype.is_floating_point and leaf.dim()
-        with mode:
-            fakes[name] = torch.empty(
-                shapes[name], dtype=param_dtype if converted else leaf.dtype, device=here
-            )
-    setup = _TraceSetup(
-        model,
-        batch,
-        loss,
-        fixed,
-        fakes,
-        mode,
-        here,
-        absent,
-        at.type,
-        param_dtype,
-        layout,
-        skip_passes,
-        meshes,
-    )
+    setup = _TraceSetup(model, batch, loss, microbatches, param_dtype, at, layout, skip_passes, meshes)
     with batch_norms_in_ops(model):
         # Layers that are repeated would number the borders of meshes again.
         if equal_layers and meshes is None:
@@ -203,8 +184,8 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
         batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=(0, program.roots[LOSS]),
         param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
-        device=setup.device,
-        fixed=setup.fixed,
+        device=setup.device.type,
+        fixed=tuple(tree.fixed(setup.batch).items()),
         replicated=full,
         count=count,
         mean_over=divided,
