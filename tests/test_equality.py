@@ -33,6 +33,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.serialize import load_plan
+from stretto.ir.transfers import tied_ranks
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.schedule.csv import from_csv
@@ -333,7 +334,7 @@ def test_the_order_of_work_changes_no_bit(cells: list[Cell]) -> None:
 def test_a_tied_gradient_is_the_sum_on_each_holder() -> None:
     cell = replace(FLAT, layout="pp4", schedule="zb-h1", dtype=torch.float64)
     job = job_of(cell)
-    [(tie, owners)] = job.tied_groups().items()
+    [(tie, owners)] = tied_ranks(job, range(len(job.stages))).items()
     assert owners == (0, 3)
     expected = expected_of(cell).grads[tie]
     found = run_sharded(plan_for(cell), model_of(cell), batch_of(cell))

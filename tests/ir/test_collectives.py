@@ -17,8 +17,8 @@ from stretto.ir.collectives import (
     How,
     Kind,
 )
-from stretto.ir.placed_programs import differing
 from stretto.ir.program import STARTS, Op, Ref, Shard, TensorSpec
+from tests.ir.test_varying import differing
 
 UNSIZED = st.sampled_from([kind for kind in IN_PROGRAMS if not kind.sized])
 
@@ -89,7 +89,7 @@ def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
 
     def differ(sharded: bool, axis: str) -> bool:
         shards = {"x": Shard(axis, 0)} if sharded else {}
-        return "made" in differing([[op]], {"param/x": spec}, shards, axis, 2)
+        return "made" in differing([op], {"param/x": spec}, shards, axis)
 
     for sharded in (False, True):
         if sharded or not kind.sums:  # a sum of what all have full is refused

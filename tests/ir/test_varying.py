@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stretto.ir.placed_programs import differing
+from collections.abc import Mapping, Sequence
+
+from stretto.ir.placed_programs import place_all, placers_of
 from stretto.ir.program import Op, Ref, Shard, TensorSpec
 
 SPEC = TensorSpec((4, 4), "float32")
@@ -13,9 +15,18 @@ def op(name: str, target: str, *args: object) -> Op:
     return Op(name, target, args, (), (SPEC,))
 
 
+def differing(
+    ops: Sequence[Op], given: dict[str, TensorSpec], shards: Mapping[str, Shard], axis: str
+) -> set[str]:
+    """Values that two ranks along an axis do not both have in full."""
+    placers = placers_of(axis, 2, shards)
+    list(place_all([ops], placers, given))
+    return {name for placer in placers for name, at in placer.values.items() if not at.is_full}
+
+
 def differ(ops: tuple[Op, ...], axis: str) -> set[str]:
     given = {"batch/0": SPEC, "param/w": SPEC}
-    return differing([ops], given, SHARDS if axis == "tp" else {}, axis, 2)
+    return differing(ops, given, SHARDS if axis == "tp" else {}, axis)
 
 
 def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None:

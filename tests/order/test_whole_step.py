@@ -254,7 +254,7 @@ def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdo
     plan = whole_plan(job, costs)
     (one,) = wholes_of(plan)
     order = list_order(one.graph)
-    made = in_order(plan, [one], WalkResult(0.0, (order,), 0.0))
+    made = in_order(plan, [one], WalkResult(0.0, (order,), 0.0, 0.0, 0.0))
     assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stretto.tensor import tracing_adapter as adapter
-from stretto.tensor.dtensor_adapter import local_of, new_spec, wrapped
+from stretto.tensor.dtensor_adapter import local_of, new_spec, spec_of, unmasked, wrapped
 from tests.tensor.lone import single_rank
 
 aten = torch.ops.aten
@@ -87,7 +87,8 @@ def test_rows_of_a_table() -> None:
             found = aten.embedding.default(table, indices)
         (placement,) = found.placements
     assert seen == [8]
-    assert adapter.elsewhere_of(placement).tolist() == [False] * 4 + [True] * 4
+    kept = unmasked(torch.ones(8), spec_of(found))[0]
+    assert kept.tolist() == [1.0] * 4 + [0.0] * 4
     assert [adapter.table_rows(p) for p in (placement, Partial(), Shard(0), Replicate())] == [
         8,
         None,

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.backend import grouped_adapter as grouped_adapter  # its ops are known from here on
 from stretto.errors import RunError
-from stretto.ir.program import VIEWS
+from stretto.ir.program import VIEWS, Op
 
 INSTEAD = dict.fromkeys(VIEWS, "aten.reshape.default")
 """What is called instead: a view where strides allow one, else a copy. Some kernels lay out their result in
@@ -144,6 +144,12 @@ def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     result.update((argument.name, value) for argument, value in zip(taken, args))
     result.update(kwargs)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in result.items()}
+
+
+def arguments_of(op: Op) -> dict[str, Any]:
+    """Those of a program's op by name; none of a function that this PyTorch does not have."""
+    function = overload(op.target)
+    return {} if function is None else named(function, op.args, dict(op.kwargs))
 
 
 def positional(function: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -86,15 +86,6 @@ class StageReach:
     head_us: Array
     tail_us: Array
 
-    @property
-    def time_us(self) -> Array:
-        return self.distances.time_us
-
-    @property
-    def forward(self) -> Mask:
-        """The ops of F."""
-        return self.distances.forward
-
     def leaving_us(self, edge: Edge, distances: Array) -> float:
         """The distance to the moment when an edge's message leaves, of distances to the ops' ends."""
         return float(distances[self.numbers[edge.value]])

@@ -139,11 +139,10 @@ class _Machines:
         """Gradient reductions along axes other than pp, each with its head and tail."""
         largest: dict[str, tuple[ReductionTime, float, float]] = {}
         for stage in self._stages:
-            for end, before in zip(
-                stage.ends, stage.distances.before_sink[len(stage.edges_out) :], strict=True
-            ):
+            inside = stage.distances
+            for end, before in zip(stage.ends, inside.before_sink[len(stage.edges_out) :], strict=True):
                 # Every op that an addition needs runs for every microbatch before the first reduction begins.
-                head_us = after_lane(stage.head_us[before], self._m * stage.time_us[before], self._pace)
+                head_us = after_lane(stage.head_us[before], self._m * inside.time_us[before], self._pace)
                 tail_us = end.us
                 for of in end.reductions:
                     tail_us -= of.time.us
@@ -158,7 +157,7 @@ class _Machines:
         for stage in self._stages:
             for call, time in stage.calls:
                 if call.lane == axis:
-                    tail_us = float(stage.tail_us[call.wait] + stage.time_us[call.wait])
+                    tail_us = float(stage.tail_us[call.wait] + stage.distances.time_us[call.wait])
                     yield time, float(stage.head_us[call.start]), tail_us
 
     def compute(self, forwards: int) -> MachineWork:
@@ -167,17 +166,18 @@ class _Machines:
         work = MachineWork(other=self._transport(), before_us=action_us, ahead_us=self._pace.ahead_us)
         slowed = any(one.us for one in work.other)
         for stage in self._stages:
+            inside = stage.distances
             waits = {call.start: call.wait for call, _ in stage.calls} if slowed else {}
-            for op, time_us in enumerate(stage.time_us):
+            for op, time_us in enumerate(inside.time_us):
                 tail_us = float(stage.tail_us[op])
                 if op in waits:
                     # What its own collective takes of a start makes it longer, and what follows it shorter.
-                    tail_us = float(stage.tail_us[waits[op]] + stage.time_us[waits[op]])
+                    tail_us = float(stage.tail_us[waits[op]] + inside.time_us[waits[op]])
                 work.add(float(stage.head_us[op]), tail_us, float(time_us))
-            if action_us and stage.forward.any():
+            if action_us and inside.forward.any():
                 # Each run of a forward pays `action_us` before its ops; count it with one of them. It may do
                 # so before its message has arrived.
-                on_path = int(np.argmax(np.where(stage.forward, stage.head_us + stage.tail_us, -1.0)))
+                on_path = int(np.argmax(np.where(inside.forward, stage.head_us + stage.tail_us, -1.0)))
                 head_us, tail_us = float(stage.head_us[on_path]), float(stage.tail_us[on_path])
                 work.add(head_us, tail_us, action_us / forwards)
         return work
@@ -245,8 +245,8 @@ def _live_bounds(job: Job, reach: Reach, stage: int, limit: int) -> Iterator[tup
     """Step 5 for one stage with `limit` live microbatches at most: bounds, each in words. Nothing where
     nothing runs backward."""
     here = reach.stages[stage]
-    backward = ~here.forward
-    if not backward.any() or not here.forward.any():
+    backward = ~here.distances.forward
+    if not backward.any() or not here.distances.forward.any():
         return
     tail_us = float(here.tail_us[backward].min())
     # From the stage's start, or from where a forward's value arrives, which is later and leaves less to wait.
@@ -273,7 +273,7 @@ def _alive_us(reach: Reach, stage: int, since: Array) -> float:
             if passes_us > NEVER:
                 leaves_us = max(leaves_us, arrives_us[arriving.index] + passes_us)
         arrives_us[edge.index] = leaves_us + reach.travel_us[edge.index]
-    backward = ~here.forward
+    backward = ~here.distances.forward
     alive_us = float(since[backward].max())
     for arriving, inside in zip(here.edges_in, here.distances.from_arrival, strict=True):
         alive_us = max(alive_us, arrives_us[arriving.index] + float(inside[backward].max()))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from stretto.ir.program import Job
-from stretto.passes import on_graph
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.rewrite import Graph
 
 LOSS, COUNT, GRAD, UPDATE, SEEN = "loss", "count", "grad/", "update/", "seen/"
 """Roots of a step's program, or how they begin."""
@@ -49,19 +47,3 @@ class Traced:
     segments: tuple[str, ...]
     layers: frozenset[str]
     borders: Mapping[int, int]
-
-
-def passed(program: StepProgram, sharded: frozenset[str], skip: Collection[str]) -> StepProgram:
-    """The program after all passes of a graph. What a pass made has the origin of the op that it replaces.
-    sharded: values of whose first dim ranks have parts."""
-    origins = {op.name: origin for op, origin in program.ops}
-    graph = Graph(
-        tuple(op for op, _ in program.ops),
-        frozenset(program.roots.values()),
-        backward=frozenset(name for name, origin in origins.items() if origin.backward),
-        given=program.given,
-        sharded=sharded,
-    )
-    graph = on_graph(graph, skip)
-    ops = ((op, origins[graph.origin.get(op.name, op.name)]) for op in graph.ops)
-    return program.with_ops(ops, lambda value: graph.renamed.get(value, value))

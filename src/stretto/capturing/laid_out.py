@@ -20,7 +20,7 @@ from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.experts import along_experts, by_chunk, with_experts
-from stretto.capturing.graph import SEEN, Traced, passed
+from stretto.capturing.graph import SEEN, Traced
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
@@ -30,6 +30,7 @@ from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Shard
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
+from stretto.passes import on_graph
 from stretto.passes.layout import context
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.attention import shared
@@ -189,7 +190,7 @@ def _as_traced(
     )
     seen = (with_partial(one, partial.get(f"{SEEN}{k}", ())) for k, one in enumerate(traced.job.metrics))
     job = replace(traced.job, parameters=tuple(parameters), metrics=tuple(seen))
-    return replace(traced, program=passed(low, sharded_first, skip_passes), job=job)
+    return replace(traced, program=on_graph(low, sharded_first, skip_passes), job=job)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:

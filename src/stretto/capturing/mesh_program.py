@@ -37,14 +37,21 @@ from stretto.ir.program import Shard
 from stretto.parallelize import ops
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.tensor.clip import mesh_ranks
-from stretto.tensor.dtensor_adapter import Spec, described, local_of, new_spec, outside_modes, spec_of
+from stretto.tensor.dtensor_adapter import (
+    Spec,
+    described,
+    local_of,
+    new_spec,
+    outside_modes,
+    spec_of,
+    unmasked,
+)
 from stretto.tensor.errors import tensor_name
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.arguments import checked_placements
 from stretto.tensor.tracing_adapter import (
     capturing,
-    elsewhere_of,
     keep_elsewhere,
     redistributing,
     split_factor,
@@ -149,8 +156,6 @@ class MeshProgram:
         if own == x.device_mesh:
             return self.redistribute(x, (new,))
         (old,) = x.placements
-        for placement in (old, new):
-            check_placement(tensor_name(x), x.shape, placement, self._on.size)
         crossing = message(old, new, x.shape, self._on.size)
         left = _moved(x, crossing)
         self._border(stage)
@@ -159,7 +164,6 @@ class MeshProgram:
     def redistribute(self, x: DTensor, placements: Sequence[Placement]) -> GlobalTensor:
         """Other placements on the tensor's own mesh."""
         (new,) = placements
-        check_placement(tensor_name(x), x.shape, new, self._on.size)
         return _moved(x, new)
 
     def local(self, x: Tensor) -> Tensor:
@@ -256,8 +260,8 @@ def redistributed(local: Tensor, source: Spec, target: Spec) -> Tensor:
         check_placement(f"a tensor of shape {list(shape)}", shape, placement, size)
     if table_rows(new) is not None:
         return _own_rows(local, new, size)
-    if table_rows(old) is not None:
-        local = _found_here(local, old)
+    local, source = unmasked(local, source)
+    (old,) = source.placements
     if old.is_partial() and is_shard(new) and REDUCTIONS[_reduction(old)] == "sum":
         result = _by_blocks(ops.reduce_scatter, local, new, size)
         return result / size if _reduction(old) == "avg" else result
@@ -322,13 +326,6 @@ def _own_rows(indices: Tensor, new: Placement, size: int) -> Tensor:
     elsewhere = (here < 0) | (here >= total // size)
     keep_elsewhere(new, elsewhere)
     return here.masked_fill(elsewhere, 0)
-
-
-def _found_here(local: Tensor, old: Placement) -> Tensor:
-    elsewhere = elsewhere_of(old)
-    if elsewhere.dim() < local.dim():
-        elsewhere = elsewhere.unsqueeze(-1)
-    return local.masked_fill(elsewhere, 0)
 
 
 def _reduction(placement: Placement) -> str:

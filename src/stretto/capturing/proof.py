@@ -17,9 +17,9 @@ from collections.abc import Mapping
 
 from stretto.capturing.graph import GRAD
 from stretto.errors import CaptureError
-from stretto.ir.placed_programs import placers_of
-from stretto.ir.placement import LOCAL, PlacementError, is_thin
-from stretto.ir.program import Op, Shard
+from stretto.ir.placed_programs import place_all, placers_of
+from stretto.ir.placement import LOCAL, is_thin
+from stretto.ir.program import Shard
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.layout.program import StepProgram
 
@@ -31,9 +31,12 @@ class Proof:
         self._specs = dict(program.given)
         self._made = {op.name: op for op, _ in program.ops}
         self._shards, self._roots = shards, program.roots
-        (self._placer,) = placers_of(AXIS, size, shards)
-        for op in self._made.values():
-            self._place(op)
+        (self._placer,) = placers = placers_of(AXIS, size, shards)
+        for _, op, trouble in place_all([list(self._made.values())], placers, self._specs):
+            raise CaptureError(
+                f"{self._where(op.name)} cannot be computed in parts: {op.name} ({op.target}) {trouble}. "
+                "Reshard it to [Replicate()] before"
+            )
 
     def partial(self) -> dict[str, tuple[str, ...]]:
         """The parameters whose gradients are partial sums, with the axes along which they are."""
@@ -53,17 +56,6 @@ class Proof:
         raise CaptureError(
             f"{self._where(value)} observes what is {at} on {AXIS} ranks: observe a sum over what is sharded"
         )
-
-    def _place(self, op: Op) -> None:
-        try:
-            self._placer.place(op, self._specs)
-        except PlacementError as trouble:
-            raise CaptureError(
-                f"{self._where(op.name)} cannot be computed in parts: {op.name} ({op.target}) {trouble}. "
-                "Reshard it to [Replicate()] before"
-            ) from None
-        if len(op.outputs) == 1 and op.outputs[0] is not None:
-            self._specs[op.name] = op.outputs[0]
 
     def _where(self, value: str) -> str:
         op = self._made.get(value)

@@ -29,7 +29,7 @@ from stretto.capturing.convert import convert
 from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
-from stretto.capturing.graph import COUNT, GRAD, LOSS, SEEN, UPDATE, JointGraph, Traced, passed
+from stretto.capturing.graph import COUNT, GRAD, LOSS, SEEN, UPDATE, JointGraph, Traced
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
@@ -47,7 +47,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Buffer, Constant, Job, Parameter
 from stretto.parallelize.expert_op import as_one_op
 from stretto.parallelize.layout import Layout, part_shapes
-from stretto.passes import check_names
+from stretto.passes import check_names, on_graph
 from stretto.passes.layout.program import StepProgram
 
 _log = logging.getLogger(__name__)
@@ -55,28 +55,36 @@ _log = logging.getLogger(__name__)
 PLAIN = Layout()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _TraceSetup:
     """What is traced, after step 1; arguments of `trace` have their names.
 
-    fixed: as in `ir.program.Job`. leaves: of the microbatch, fake, by name. at: the device of fake tensors;
-    absent: whether that replaces a CUDA that this machine lacks; device: the kind of device that the step is
-    for.
+    leaves: of the microbatch, fake, by name. at: the device of fake tensors; absent: whether that replaces
+    a CUDA that this machine lacks.
     """
 
     model: nn.Module
     batch: Any
     loss: Loss
-    fixed: tuple[tuple[str, str], ...]
-    leaves: Mapping[str, Tensor]
-    mode: Any
-    at: torch.device
-    absent: bool
-    device: str
+    microbatches: int
     param_dtype: torch.dtype | None
+    device: torch.device
     layout: Layout
     skip_passes: Collection[str]
     meshes: OnMeshes | None
+
+    def __post_init__(self) -> None:
+        self.absent = self.device.type == "cuda" and not torch.cuda.is_available()
+        self.mode = torch_adapter.fake_mode()
+        self.at = torch.device("cpu") if self.absent else self.device
+        self.leaves: dict[str, Tensor] = {}
+        shapes = tree.microbatch_shapes(self.batch, self.microbatches)
+        for name, leaf in tree.flatten(self.batch).items():
+            # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
+            converted = self.param_dtype is not None and leaf.dtype.is_floating_point and leaf.dim()
+            dtype = self.param_dtype if converted else leaf.dtype
+            with self.mode:
+                self.leaves[name] = torch.empty(shapes[name], dtype=dtype, device=self.at)
 
 
 @rarely_collected()
@@ -106,37 +114,10 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    fixed, leaves = tuple(tree.fixed(batch).items()), tree.flatten(batch)
-    check_batch(leaves)
-    shapes = tree.microbatch_shapes(batch, microbatches)
+    check_batch(tree.flatten(batch))
     check_model(model)
     at = torch.device(device) if device is not None else _device_of(model)
-    absent = at.type == "cuda" and not torch.cuda.is_available()
-    mode = torch_adapter.fake_mode()
-    here = torch.device("cpu") if absent else at
-    fakes = {}
-    for name, leaf in leaves.items():
-        # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
-        converted = param_dtype is not None and leaf.dtype.is_floating_point and leaf.dim()
-        with mode:
-            fakes[name] = torch.empty(
-                shapes[name], dtype=param_dtype if converted else leaf.dtype, device=here
-            )
-    setup = _TraceSetup(
-        model,
-        batch,
-        loss,
-        fixed,
-        fakes,
-        mode,
-        here,
-        absent,
-        at.type,
-        param_dtype,
-        layout,
-        skip_passes,
-        meshes,
-    )
+    setup = _TraceSetup(model, batch, loss, microbatches, param_dtype, at, layout, skip_passes, meshes)
     with batch_norms_in_ops(model):
         # Layers that are repeated would number the borders of meshes again.
         if equal_layers and meshes is None:
@@ -168,7 +149,7 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
         proof = Proof(program, tensor.shards, tensor.size)
         partial_along, sharded = proof.partial(), proof.sharded()
         seen = tuple(with_partial(one, proof.of(one.value)) for one in seen)
-    program = passed(program, sharded, setup.skip_passes)
+    program = on_graph(program, sharded, setup.skip_passes)
 
     counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
     used = {name for op in (*(op for op, _ in program.ops), *counting) for name in op.uses}
@@ -203,8 +184,8 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
         batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=(0, program.roots[LOSS]),
         param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
-        device=setup.device,
-        fixed=setup.fixed,
+        device=setup.device.type,
+        fixed=tuple(tree.fixed(setup.batch).items()),
         replicated=full,
         count=count,
         mean_over=divided,

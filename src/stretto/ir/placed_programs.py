@@ -88,25 +88,13 @@ def _in_order(ops: Sequence[Op]) -> Iterator[Op]:
             return  # a circle, which `stretto.verifying.windows` refuses
 
 
-def differing(
-    programs: Sequence[Sequence[Op]],
-    specs: dict[str, TensorSpec],
-    shards: Mapping[str, Shard],
-    axis: str,
-    size: int,
-) -> set[str]:
-    """Names of values that ranks along an axis do not all have in full. Arguments: as above."""
-    placers = placers_of(axis, size, shards)
-    for _ in place_all(programs, placers, specs):
+def differing_in(job: Job, axis: str) -> set[str]:
+    """Names of values that ranks along an axis do not all have in full."""
+    placers = placers_of(axis, job.size(axis), shards_of(job, axis))
+    for _ in place_all([program for _, program in programs_of(job)], placers, given_specs(job)):
         pass  # who proves programs says so
     kept = (item for placer in placers for item in placer.values.items())
     return {name for name, placement in kept if not placement.is_full}
-
-
-def differing_in(job: Job, axis: str) -> set[str]:
-    """The same of a job's programs."""
-    programs = [program for _, program in programs_of(job)]
-    return differing(programs, given_specs(job), shards_of(job, axis), axis, job.size(axis))
 
 
 def shards_of(job: Job, axis: str) -> dict[str, Shard]:

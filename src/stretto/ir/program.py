@@ -369,14 +369,3 @@ class Job:
         """Shape and dtype of the microbatch's loss; the tangent and the step's loss have the same."""
         stage, name = self.loss
         return next(op.made for op in self.stages[stage].ops[Phase.F] if op.name == name)
-
-    def tied_groups(self) -> dict[str, tuple[int, ...]]:
-        """Tied-group name -> the stages that have a copy, for groups that are kept by more than one stage
-        and have a gradient to sum (a stage may keep a copy and add nothing: it reads the sum)."""
-        stages: dict[str, set[int]] = {}
-        for parameter in self.parameters:
-            stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
-        summed = {parameter.tied_to for parameter in self.parameters if parameter.grads}
-        return {
-            name: tuple(sorted(kept)) for name, kept in stages.items() if len(kept) > 1 and name in summed
-        }

@@ -141,12 +141,13 @@ def _time(cost: CollectiveCost, nbytes: int) -> CollectiveTime:
 
 
 def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Tied group -> the ranks that sum its gradient, for groups whose copies live on several ranks."""
-    groups = {
-        name: tuple(sorted({stage_ranks[stage] for stage in stages}))
-        for name, stages in job.tied_groups().items()
-    }
-    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    """Tied group -> the ranks that have a copy, for groups that are on several ranks and have a gradient to
+    sum (a rank may keep a copy and add nothing: it reads the sum)."""
+    ranks: dict[str, set[int]] = {}
+    for parameter in job.parameters:
+        ranks.setdefault(parameter.tied_to, set()).update(stage_ranks[stage] for stage in parameter.stages)
+    summed = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    return {name: tuple(sorted(on)) for name, on in ranks.items() if len(on) > 1 and name in summed}
 
 
 def reduced_bytes(job: Job, parameter: Parameter, axis: str) -> int:
@@ -160,13 +161,6 @@ def is_free(op: Op) -> bool:
     return op.alias is not None or op.target in (GETITEM, WAIT) or bool(op.sums)
 
 
-def op_time_us(costs: Costs, stage: int, op: Op) -> float | None:
-    """The op's time on the compute lane; 0 for one that the costs do not name and that is free; None when
-    a cost is missing."""
-    result = costs.op_us.get((stage, op.name))
-    return 0.0 if result is None and is_free(op) else result
-
-
 def time_of(costs: Costs, stage: int, op: Op) -> float:
     """The op's time on the compute lane, microseconds; 0 for one that the costs do not name."""
     return costs.op_us.get((stage, op.name), 0.0)
@@ -177,5 +171,5 @@ def missing_times(costs: Costs, stage: int, ops: Iterable[Op]) -> list[str]:
     return [
         f"stage {stage}'s op {op.name} has no time; cost the job again"
         for op in ops
-        if op_time_us(costs, stage, op) is None
+        if (stage, op.name) not in costs.op_us and not is_free(op)
     ]

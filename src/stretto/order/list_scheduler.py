@@ -148,7 +148,7 @@ class ListScheduler(LaneWalk):
         for needed in self.window.needs[index]:
             start = self.graph.nodes[needed].start
             if start >= 0 and not self._placed[needed]:
-                landed_us = max(landed_us, self._started[start].done_us)
+                landed_us = max(landed_us, self._started[start].us)
         return self._straggler.late_us(self._clock.now_us - landed_us)
 
     def _dry(self, work_us: float) -> int | None:
@@ -196,9 +196,9 @@ class ListScheduler(LaneWalk):
         if index in self._started:
             node = self.graph.nodes[index]
             self._free_us[node.lane] = self._free(node.lane) + node.time_us
-            if not self._started[index].done.happened:
+            if not self._started[index].happened:
                 self._flying[node.lane] += 1
-                self._started[index].done.then(partial(self._landed, index))
+                self._started[index].then(partial(self._landed, index))
         self._there(index)
 
     def _landed(self, index: int) -> None:

@@ -163,7 +163,7 @@ def early_reductions(graph: WindowGraph) -> tuple[int, ...]:
 
     def measure(order: Sequence[int]) -> tuple[float, float, int]:
         played = replay(graph, order)
-        return played.late_us, played.end_us, played.peak_bytes
+        return played.step_us, played.end_us, played.peak_bytes
 
     fitting = [order for order in orders[1:] if replay(graph, order).peak_bytes <= limit_bytes]
     best: Sequence[int] = min((orders[0], *fitting), key=measure)

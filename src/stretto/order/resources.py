@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -20,17 +19,9 @@ from stretto.ir.plan import Plan
 from stretto.order.depend import Node
 from stretto.order.rank_window import RankWindow
 from stretto.simulating.cards import Cards, Clock, Moment
-from stretto.simulating.collectives import Collectives, RunningCollective
+from stretto.simulating.collectives import Collectives
 from stretto.simulating.compute_lane import ComputeLane, Straggler
 from stretto.simulating.network import Network
-
-
-@dataclass(slots=True)
-class Flight:
-    """A collective that was started."""
-
-    done: Moment
-    done_us: float
 
 
 class WindowResources:
@@ -43,14 +34,15 @@ class WindowResources:
         self._flights: list[tuple[float, float, float]] = []
         """(begin, end, load) of those that slow compute down."""
 
-    def start(self, rank: int, window: RankWindow, index: int) -> Flight | RunningCollective:
-        """A node starts its collective now."""
+    def start(self, rank: int, window: RankWindow, index: int) -> Moment:
+        """A node starts its collective now. When it is done; its time is known before, if it depends on no
+        other rank."""
         node = window.graph.nodes[index]
         begin_us = max(self.clock.now_us, self._free_us.get(node.lane, 0.0))
         end_us = self._free_us[node.lane] = begin_us + node.time_us
         if node.load > 0.0 and node.time_us > 0.0:
             self._flights.append((begin_us, end_us, node.load))
-        return Flight(self._at(end_us), end_us)
+        return self._at(end_us)
 
     def arrival(self, node: Node, microbatch: int) -> Moment | None:
         """When what comes from outside the window is there, for a node that waits for it; None: at once."""
@@ -59,7 +51,7 @@ class WindowResources:
     def _at(self, time_us: float) -> Moment:
         """A moment at that time, or that has been."""
         moment = Moment()
-        moment.happened = time_us <= self.clock.now_us
+        moment.happened, moment.us = time_us <= self.clock.now_us, time_us
         if not moment.happened:
             self.clock.at(time_us, partial(moment.happen, self.clock))
         return moment
@@ -127,11 +119,11 @@ class StepResources(WindowResources):
     def _change_load(self, rank: int, was: float, load: float) -> None:
         self._lanes[rank].change_load(was, load)
 
-    def start(self, rank: int, window: RankWindow, index: int) -> Flight | RunningCollective:
+    def start(self, rank: int, window: RankWindow, index: int) -> Moment:
         call = window.calls[index]
         assert call is not None
         microbatch = window.microbatches[window.graph.nodes[index].item.part]
-        return self._collectives.start(call, rank, microbatch)
+        return self._collectives.start(call, rank, microbatch).done
 
     def arrival(self, node: Node, microbatch: int) -> Moment | None:
         if not self._travels(node):

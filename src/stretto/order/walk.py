@@ -16,9 +16,8 @@ from math import inf
 
 from stretto.order.depend import Node, Role, WindowGraph
 from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
-from stretto.order.resources import Flight, WindowResources
+from stretto.order.resources import WindowResources
 from stretto.simulating.cards import Moment
-from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.compute_lane import Straggler
 
 STALL_WEIGHT = 0.01
@@ -39,11 +38,14 @@ class WalkTimes:
 @dataclass(frozen=True, slots=True)
 class WalkResult:
     """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
-    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by
-    rank; peak_bytes: the most of a rank, where memory is counted."""
+    of the window's nodes. end_us: when the last lane had ended; stall_us, exposed_us: of all ranks, how long
+    lanes waited, and for collectives; timings: by rank; peak_bytes: the most of a rank above that at the
+    begin, where memory is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
+    end_us: float
+    stall_us: float
     exposed_us: float
     timings: tuple[WalkTimes, ...] = field(default=(), repr=False)
     peak_bytes: int = 0
@@ -75,6 +77,8 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
     return WalkResult(
         step_us,
         tuple(tuple(rank.order) for rank in ranks),
+        max(rank.end_us for rank in ranks),
+        sum(rank.end_us - rank.worked_us for rank in ranks),
         sum(rank.exposed_us for rank in ranks),
         tuple(rank.timing() for rank in ranks),
         max(rank.memory.peak if rank.memory is not None else 0 for rank in ranks),
@@ -100,7 +104,7 @@ class LaneWalk(ABC):
         self._rank = rank
         self.window = window
         self._placed = [False] * len(self.graph.nodes)
-        self._started: dict[int, Flight | RunningCollective] = {}
+        self._started: dict[int, Moment] = {}
         self._straggler = Straggler(resources.skew)
         self._working = False
         """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
@@ -120,11 +124,11 @@ class LaneWalk(ABC):
         """At the end of the walk."""
         lane_us: dict[int, float] = {}
         free_us: dict[str, float] = {}
-        for index, started in sorted(self._started.items(), key=lambda pair: pair[1].done_us):
+        for index, started in sorted(self._started.items(), key=lambda pair: pair[1].us):
             lane = self.graph.nodes[index].lane
             begun_us = max(free_us.get(lane, 0.0), self._ends_us[index])
-            lane_us[index] = max(0.0, started.done_us - begun_us)
-            free_us[lane] = started.done_us
+            lane_us[index] = max(0.0, started.us - begun_us)
+            free_us[lane] = started.us
         stretch = self.worked_us / self._work_us if self._work_us else 1.0
         return WalkTimes(self._ends_us, stretch, lane_us)
 
@@ -139,7 +143,7 @@ class LaneWalk(ABC):
         """What a wait or a receive waits for; None when it is there."""
         node = self.graph.nodes[index]
         if node.role is Role.FINISH and node.start >= 0:
-            moment: Moment | None = self._started[node.start].done
+            moment: Moment | None = self._started[node.start]
         elif node.role is Role.FINISH or node.role is Role.RECEIVE:
             moment = self._resources.arrival(node, self._microbatch(node))
         else:
@@ -174,7 +178,7 @@ class LaneWalk(ABC):
             if self.memory is not None:
                 self.memory.take(index)
             if node.role is Role.FINISH:
-                done_us = self._started[node.start].done_us if node.start >= 0 else node.time_us
+                done_us = self._started[node.start].us if node.start >= 0 else node.time_us
                 late_us += self._straggler.meet(now_us + late_us - done_us)
         return late_us, work_us
 
@@ -234,31 +238,15 @@ class LaneWalk(ABC):
             self._started[index] = self._resources.start(self._rank, self.window, index)
         elif node.role is Role.SUM:
             self._started[index] = self._resources.start(self._rank, self.window, index)
-            self.late_us = max(self.late_us, self._started[index].done_us)
+            self.late_us = max(self.late_us, self._started[index].us)
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """end_us: when the window has ended; stall_us: of that, how long the compute lane waited; peak_bytes: the
-    most memory above that at its begin.
-
-    late_us: when the window and the gradient reductions that it starts have ended.
-    """
-
-    end_us: float
-    stall_us: float
-    peak_bytes: int
-    late_us: float
-
-
-def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
+def replay(graph: WindowGraph, order: Sequence[int]) -> WalkResult:
     """Walk a legal order of the graph's nodes."""
     resources, memory = WindowResources(graph.skew), WindowMemory(len(graph.nodes), graph.storages)
-    rank = GivenOrder(resources, 0, make_rank_window(graph), order, memory)
-    result = walk(resources, [rank])
+    result = walk(resources, [GivenOrder(resources, 0, make_rank_window(graph), order, memory)])
     assert result is not None, "a legal order of one window comes to its end"
-    end_us = rank.end_us
-    return Replay(end_us, end_us - rank.worked_us, memory.peak, result.step_us)
+    return result
 
 
 class GivenOrder(LaneWalk):

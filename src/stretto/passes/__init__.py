@@ -1,6 +1,6 @@
 """All passes, in the one order in which they run, from a captured graph to the step that planning orders.
 
-    GRAPH_PASSES   Graph -> Graph            the ops of a full step, before there are stages
+    GRAPH_PASSES   StepProgram, sharded -> StepProgram   the ops of a full step, before there are stages
     JOB_PASSES     Job -> Job                stages and what crosses between them, before there are prices
     STEP_PASSES    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants
 
@@ -10,24 +10,21 @@ know windows (`stretto.planning.choose`). A new pass is a file of this room and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
 from stretto.passes.borders import gather_behind, scatter_borders
+from stretto.passes.layout.program import StepProgram
 from stretto.passes.messages import dense_messages, handed_on, sent_once
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
 from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
-from stretto.passes.rewrite import Graph
 from stretto.passes.sequence_first import sequence_first
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +35,14 @@ class OfStep:
     tried: bool = False
 
 
-def _named(*passes: Callable[[T], T]) -> dict[str, Callable[[T], T]]:
-    """A pass has its function's name."""
-    return {one.__name__: one for one in passes}
-
-
-GRAPH_PASSES = _named(
+GRAPH_PASSES = (
     dead_ops,  # what nothing needs is dropped
     plain_matmuls,  # batched products that are one plain product become one
     sequence_first,  # MLPs take tokens in the order in which they are gathered
     no_ops,  # what changes nothing is dropped; chains of reshapes are joined
     equal_collectives,  # one collective instead of two of the same value
 )
-JOB_PASSES = _named(
+JOB_PASSES = (
     scatter_borders,  # sums that leave a stage are scattered before the border, gathered behind it
     gather_behind,  # what is gathered for other stages alone is gathered by them
     gradient_parts,  # a gradient that is a sum of products becomes these, which are added one by one
@@ -68,7 +60,7 @@ STEP_PASSES = (
 def check_names(names: Collection[str]) -> None:
     """Raises UsageError for a name that no pass has that can be left out. (`split_products` and `recomputed`
     are asked for, by settings of their own.)"""
-    known = (*GRAPH_PASSES, *JOB_PASSES, messages_in_parts.__name__)
+    known = tuple(one.__name__ for one in (*GRAPH_PASSES, *JOB_PASSES, messages_in_parts))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(
@@ -77,18 +69,19 @@ def check_names(names: Collection[str]) -> None:
         )
 
 
-def on_graph(graph: Graph, skip: Collection[str] = ()) -> Graph:
-    """The graph after all passes of a graph but those in `skip`."""
-    for name, apply in GRAPH_PASSES.items():
-        if name not in skip:
-            graph = apply(graph)
-    return graph
+def on_graph(program: StepProgram, sharded: Collection[str], skip: Collection[str] = ()) -> StepProgram:
+    """The program after all passes of a graph but those in `skip`. sharded: values of whose first dim
+    tensor-parallel ranks have parts."""
+    for apply in GRAPH_PASSES:
+        if apply.__name__ not in skip:
+            program = apply(program, sharded)
+    return program
 
 
 def on_job(job: Job, skip: Collection[str] = ()) -> Job:
     """The job after all passes of a job but those in `skip`; planning has the passes of a step left out that
     are in it."""
-    for name, apply in JOB_PASSES.items():
-        if name not in skip:
+    for apply in JOB_PASSES:
+        if apply.__name__ not in skip:
             job = apply(job)
     return replace(job, message_parts=messages_in_parts.__name__ not in skip)

@@ -26,14 +26,15 @@ is as large as the value that would be kept to reduce it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stretto.ir.dims import dims_of
 from stretto.ir.flow import is_external
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
-from stretto.passes.rewrite import Graph, live, rebuilt, with_uses
+from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.rewrite import live, rooted, users_of, with_uses
 
 SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 """Views of all of their input."""
@@ -52,48 +53,46 @@ COPIES = ("aten.clone.default", "aten._to_copy.default")
 SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
 
-def no_ops(graph: Graph) -> Graph:
+def no_ops(program: StepProgram, _: Collection[str]) -> StepProgram:
     """See the module."""
-    work = _NoOps(graph)
-    for op in graph.ops:
-        work.add(op)
-    if work.ops == list(graph.ops):
-        return graph
-    roots = {work.same.get(root, root) for root in graph.roots}
-    return rebuilt(graph, live(work.ops, roots), work.same)
+    work = _NoOps(frozenset(program.roots.values()), users_of(op for op, _ in program.ops))
+    ops = [(now, origin) for op, origin in program.ops if (now := work.kept(op)) is not None]
+    if ops == list(program.ops):
+        return program
+    return live_ops(program.with_ops(ops, work.now))
 
 
 @dataclass(slots=True)
 class _NoOps:
-    """What is known of the graph so far. same: value that is gone -> what replaces it; made: the op that
-    makes a value, as it is now; owners: value -> the value that has its storage."""
+    """What is known of the graph so far. roots: values; users: as captured; same: value that is gone -> what
+    replaces it; made: the op that makes a value, as it is now; owners: value -> the value that has its
+    storage."""
 
-    graph: Graph
-    ops: list[Op] = field(default_factory=list)
+    roots: frozenset[str]
+    users: Mapping[str, list[Op]]
     same: dict[str, str] = field(default_factory=dict)
     made: dict[str, Op] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
-    users: Mapping[str, list[Op]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.users = self.graph.users()
+    def now(self, name: str) -> str:
+        return self.same.get(name, name)
 
-    def add(self, op: Op) -> None:
-        """Steps 1 to 3 for one op."""
-        now = with_uses(op, lambda name: self.same.get(name, name))
+    def kept(self, op: Op) -> Op | None:
+        """Steps 1 to 3 for one op: as it is now, or None where it is dropped."""
+        now = with_uses(op, self.now)
         source = self._unchanged(now)
         if source is None:
             source = self._undone(now)
         # A root stays a value that an op makes: an external one would be a gradient without a place.
-        if source is not None and not (op.name in self.graph.roots and is_external(source)):
+        if source is not None and not (op.name in self.roots and is_external(source)):
             self.same[op.name] = source
-            return
+            return None
         now = self._one_reshape(now)
         if now.alias is not None:
             given = _given(now)
             self.owners[op.name] = self.owners.get(given, given)
         self.made[op.name] = now
-        self.ops.append(now)
+        return now
 
     def spec(self, name: str) -> TensorSpec | None:
         op = self.made.get(name)
@@ -164,7 +163,7 @@ class _NoOps:
     def _passing(self, op: Op, through: tuple[str, ...]) -> bool:
         """Whether the value is there for ops alone that look past it, and so is dead, or costs nothing: the
         swap of a parameter is where the parameter is."""
-        if op.name in self.graph.roots:
+        if op.name in self.roots:
             return False
         if is_external(_given(op)) and through is SWAPS:
             return True
@@ -227,21 +226,38 @@ IDENTITIES: dict[str, Callable[[_NoOps, Op], str | None]] = {
 """Targets whose result may be their input."""
 
 
-def dead_ops(graph: Graph) -> Graph:
+def dead_ops(program: StepProgram, _: Collection[str]) -> StepProgram:
     """See the module."""
-    kept = live(graph.ops, graph.roots)
-    return graph if len(kept) == len(graph.ops) else rebuilt(graph, kept)
+    made = live_ops(program)
+    return program if len(made.ops) == len(program.ops) else made
 
 
-def equal_collectives(graph: Graph) -> Graph:
+def live_ops(program: StepProgram) -> StepProgram:
+    """Without the ops that no root needs; each view is called after the value that owns its storage."""
+    kept = {op.name for op in live((op for op, _ in program.ops), program.roots.values())}
+    ops = [pair for pair in program.ops if pair[0].name in kept]
+    owned = rooted(op for op, _ in ops)
+    return replace(program, ops=tuple(zip(owned, (origin for _, origin in ops), strict=True)))
+
+
+def specs_in(program: StepProgram) -> dict[str, TensorSpec]:
+    """Value -> spec, for what is given and for all values of ops that are one tensor."""
+    return {**program.given, **{op.name: op.spec for op, _ in program.ops if op.spec is not None}}
+
+
+def equal_collectives(program: StepProgram, _: Collection[str]) -> StepProgram:
     """See the module."""
     same: dict[str, str] = {}
     keys: dict[str, Any] = {}
     first: dict[Any, str] = {}
     waits: dict[str, str] = {}
-    ops: list[Op] = []
-    for was in graph.ops:
-        op = with_uses(was, lambda name: same.get(name, name))
+    ops: list[tuple[Op, Origin]] = []
+
+    def now(name: str) -> str:
+        return same.get(name, name)
+
+    for was, origin in program.ops:
+        op = with_uses(was, now)
         source = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
         if op.alias is not None and op.target != WAIT and len(op.uses) == 1:
             keys[op.name] = (op.target, keys.get(source, source), op.args[1:], op.kwargs)  # step 1
@@ -250,7 +266,7 @@ def equal_collectives(graph: Graph) -> Graph:
                 op.target,
                 keys.get(source, source),
                 op.args[1:],
-                not op.kind.in_place and graph.is_backward(op.name),
+                not op.kind.in_place and origin.backward,
                 _place(op.module),
             )
             if first.setdefault(key, op.name) != op.name:  # step 2
@@ -259,11 +275,8 @@ def equal_collectives(graph: Graph) -> Graph:
         elif op.target == WAIT and waits.setdefault(source, op.name) != op.name:
             same[op.name] = waits[source]
             continue
-        ops.append(op)
-    if not same:
-        return graph
-    roots = {same.get(root, root) for root in graph.roots}
-    return rebuilt(graph, live(ops, roots), same)
+        ops.append((op, origin))
+    return live_ops(program.with_ops(ops, now)) if same else program
 
 
 def _place(module: str) -> str:

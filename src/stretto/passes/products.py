@@ -26,37 +26,35 @@ gradient's parts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.storage import PRODUCTS
-from stretto.passes.rewrite import Graph, changed, live, rebuilt, spec_with, strides_of
+from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.no_ops import live_ops, specs_in
+from stretto.passes.rewrite import changed, spec_with, strides_of, users_of
 
 BMM, SQUEEZE = "aten.bmm.default", "aten.squeeze.dim"
 
 
-def plain_matmuls(graph: Graph) -> Graph:
+def plain_matmuls(program: StepProgram, sharded: Collection[str]) -> StepProgram:
     """See the module."""
-    specs, users = graph.specs(), graph.users()
-    products = {op.name: op for op in graph.ops if op.target == BMM}
-    single = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
-    ops: list[Op] = []
-    origin: dict[str, str] = {}
-    for op in graph.ops:
+    specs, users = specs_in(program), users_of(op for op, _ in program.ops)
+    products = {op.name: op for op, _ in program.ops if op.target == BMM}
+    single = {name for name in products if len(users[name]) == 1} - {*program.roots.values()}
+    ops: list[tuple[Op, Origin]] = []
+    for op, origin in program.ops:
         new: list[Op] | None = None
         if op.target == BMM:
-            shares = any(ref.name in graph.sharded for ref in op.args)
+            shares = any(ref.name in sharded for ref in op.args)
             new = _shared(op, specs) or (None if shares else _single(op, specs))
         elif op.target == "aten.sum.dim_IntList" and op.args[0].name in single:
             new = _summed(op, products[op.args[0].name], specs)
-        ops += new or [op]
-        origin.update((made.name, op.name) for made in new or () if made.name != op.name)
-    if not origin:
-        return graph
-    return rebuilt(graph, live(ops, graph.roots), origin=origin)
+        ops += [(made, origin) for made in new or [op]]
+    return program if len(ops) == len(program.ops) else live_ops(program.with_ops(ops, str))
 
 
 def _summed(op: Op, product: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:

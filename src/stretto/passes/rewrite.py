@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 from stretto.ir.action import Phase
@@ -15,39 +15,6 @@ from stretto.ir.parameters import dense_strides as dense_strides
 from stretto.ir.parameters import strides_of as strides_of
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """ops: in an order that can be run. roots: values that the step is for (the loss, gradients, updates).
-
-    origin: for an op that a pass made, the captured op that it replaces.
-    backward: names of the captured ops that belong to the backward.
-    renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
-    given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
-    sharded: values whose first dim tensor-parallel ranks share.
-    """
-
-    ops: tuple[Op, ...]
-    roots: frozenset[str]
-    origin: Mapping[str, str] = field(default_factory=dict)
-    backward: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, TensorSpec] = field(default_factory=dict)
-    sharded: frozenset[str] = frozenset()
-
-    def users(self) -> dict[str, list[Op]]:
-        """Value -> the ops that use it."""
-        return users_of(self.ops)
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """Value -> spec, for what is given and for all values of ops that are one tensor."""
-        return {**self.given, **{op.name: op.spec for op in self.ops if op.spec is not None}}
-
-    def is_backward(self, name: str) -> bool:
-        """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""
-        return self.origin.get(name, name) in self.backward
-
 
 SLICE = "aten.slice.Tensor"
 PERMUTED = ("aten.permute.default", "aten.transpose.int", "aten.t.default")
@@ -164,24 +131,3 @@ def live(ops: Iterable[Op], roots: Iterable[str]) -> list[Op]:
             needed.update(op.uses)
             kept.append(op)
     return kept[::-1]
-
-
-def rebuilt(
-    graph: Graph,
-    ops: Iterable[Op],
-    same: Mapping[str, str] | None = None,
-    origin: Mapping[str, str] | None = None,
-) -> Graph:
-    """The graph with other ops. same: value that is gone -> the value in its place (not itself gone), which
-    the ops name already; origin: of ops that are new."""
-    same = same or {}
-    roots = frozenset(same.get(root, root) for root in graph.roots)
-    renamed = {was: same.get(now, now) for was, now in graph.renamed.items()}
-    renamed |= {root: same[root] for root in graph.roots if root in same}
-    return replace(
-        graph,
-        ops=tuple(rooted(ops)),
-        roots=roots,
-        origin={**graph.origin, **(origin or {})},
-        renamed=renamed,
-    )

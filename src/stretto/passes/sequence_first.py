@@ -13,35 +13,38 @@ it is scattered, it is copied back. An MLP does the same to every token: both co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
-from stretto.passes.rewrite import Graph, live, rebuilt
+from stretto.passes.layout.program import StepProgram
+from stretto.passes.no_ops import live_ops, specs_in
+from stretto.passes.rewrite import users_of
 
 Rows = tuple[int, int]
 """Which dims of a value together are the rows: from the first up to the second."""
 
 
-def sequence_first(graph: Graph) -> Graph:
+def sequence_first(program: StepProgram, _: Collection[str]) -> StepProgram:
     """See the module."""
-    search = _RowSearch(graph, {op.name: op for op in graph.ops}, graph.users(), graph.specs())
+    made = {op.name: op for op, _ in program.ops}
+    search = _RowSearch(frozenset(program.roots.values()), made, users_of(made.values()), specs_in(program))
     views: dict[str, Op] = {}
     for join in search.joins:
         views.update(search.copies_around(join))
     if not views:
-        return graph
-    return rebuilt(graph, live([views.get(op.name, op) for op in graph.ops], graph.roots))
+        return program
+    return live_ops(program.with_ops(((views.get(op.name, op), at) for op, at in program.ops), str))
 
 
 @dataclass(slots=True)
 class _RowSearch:
-    """Steps 1 and 2. joins, cuts: the copy -> sizes (n, b, s) of its dims. seen: values that were met before;
-    one that is met again belongs to what cannot change."""
+    """Steps 1 and 2. roots: values. joins, cuts: the copy -> sizes (n, b, s) of its dims. seen: values that
+    were met before; one that is met again belongs to what cannot change."""
 
-    graph: Graph
+    roots: frozenset[str]
     made: Mapping[str, Op]
     users: Mapping[str, list[Op]]
     specs: Mapping[str, TensorSpec]
@@ -50,7 +53,7 @@ class _RowSearch:
     seen: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        for op in self.graph.ops:
+        for op in self.made.values():
             if op.target == "aten.clone.default":
                 self._end(op)
 
@@ -63,7 +66,7 @@ class _RowSearch:
         view = self.made.get(swap.args[0].name)
         if order != (1, 0, *range(2, len(order))) or len(order) < 3 or copy.outputs[0].stride is not None:
             return
-        if view is None or view.target not in VIEWS or copy.name in self.graph.roots:
+        if view is None or view.target not in VIEWS or copy.name in self.roots:
             return
         came = self.made.get(view.args[0].name)
         start = self.made.get(came.args[0].name) if came is not None and came.target == WAIT else None
@@ -86,7 +89,7 @@ class _RowSearch:
         ends: list[str] = []
         while todo:
             name = todo.pop()
-            if name in self.seen or name in self.graph.roots:
+            if name in self.seen or name in self.roots:
                 self.seen |= result.keys()
                 return {}
             self.seen.add(name)
@@ -109,7 +112,7 @@ class _RowSearch:
 
     def _cut_of(self, view: Op) -> str | None:
         """The cut that begins with this view, if it is for nothing else."""
-        if view.target not in VIEWS or view.name in self.graph.roots:
+        if view.target not in VIEWS or view.name in self.roots:
             return None
         swaps = self.users.get(view.name, [])
         copies = self.users.get(swaps[0].name, []) if len(swaps) == 1 else []

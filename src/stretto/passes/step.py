@@ -3,7 +3,8 @@
 All passes that know costs have one signature, `Step, Context -> Step`, give the step itself where they have
 nothing to do, and never price what they make (`stretto.ir.prices`). A pass that was asked for and cannot be
 done raises `LeftOutError`. Those that look at a captured graph, before there are stages, ranks and costs, are
-`Graph -> Graph` (`stretto.passes.rewrite`).
+`StepProgram, sharded -> StepProgram` (`stretto.passes.layout.program`; sharded: values of whose first dim
+tensor-parallel ranks have parts).
 """
 
 from __future__ import annotations

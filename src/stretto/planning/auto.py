@@ -39,7 +39,7 @@ from stretto.planning.choose import (
     short_steps,
 )
 from stretto.planning.finish import MOST, sends_waited
-from stretto.planning.loads import Loads, balanced_groups, groups_on, loads_of
+from stretto.planning.loads import Loads, balanced_groups, loads_of
 from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
@@ -198,11 +198,9 @@ def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[
     """Of ever more groups a rank, those that are equal, and those that balance the ranks better."""
     stages = len(loads.forward_us)
     for each in range(1, stages // ranks + 1):
-        balanced: list[Groups | None] = (
-            [balanced_groups(loads, ranks, limits)]
-            if each == 1
-            else [groups_on(loads, map_(ranks, each)) for map_ in ((loop, v) if each == 2 else (loop,))]
-        )
+        maps = (loop, v) if each == 2 else (loop,)
+        limit = limits if each == 1 else None
+        balanced = [balanced_groups(loads, map_(ranks, each), limit) for map_ in maps]
         ways = (*balanced, equal_groups(stages, ranks * each))
         yield from dict.fromkeys(one for one in ways if one is not None)
 

@@ -140,30 +140,24 @@ def _kept(stage: Stage, received: Sequence[Edge]) -> tuple[int, int]:
     return saved, rest
 
 
-def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Groups | None:
-    """One group for each rank, such that the longest is as short as can be; limits: bytes of each rank, which
-    suffice for as many microbatches as 1F1B keeps there. None where they do not."""
+def balanced_groups(
+    loads: Loads, pp_ranks: Sequence[int], limits: Sequence[float] | None = None
+) -> Groups | None:
+    """A group for each of these pipeline ranks, such that the longest is as short as can be, and ranks with
+    several have as equal work as moves of borders find. limits: bytes of each rank that has one, which
+    suffice for as many microbatches as 1F1B keeps there. None where they do not, and where there are fewer
+    stages than groups."""
     until = [*accumulate(loads.work_us, initial=0.0)]
     fixed = [*accumulate(loads.fixed_bytes, initial=0)]
     saved = [*accumulate(loads.saved_bytes, initial=0)]
 
     def longest(first: int, end: int, rank: int) -> float:
-        needs = fixed[end] - fixed[first] + (ranks - rank) * (saved[end] - saved[first])
+        needs = fixed[end] - fixed[first] + (len(pp_ranks) - rank) * (saved[end] - saved[first])
         return math.inf if limits is not None and needs > limits[rank] else until[end] - until[first]
 
-    borders = cut_chain(until, ranks, longest)
-    return None if borders is None else _between(borders, len(loads.forward_us))
-
-
-def groups_on(loads: Loads, pp_ranks: Sequence[int]) -> Groups | None:
-    """A group for each of these pipeline ranks, which have several groups each: ranks have as equal work as
-    moves of borders find. None where there are fewer stages than groups."""
-    until = [*accumulate(loads.work_us, initial=0.0)]
-    borders = cut_chain(until, len(pp_ranks), lambda first, end, _: until[end] - until[first])
+    borders = cut_chain(until, len(pp_ranks), longest)
+    if borders is not None and len(set(pp_ranks)) < len(pp_ranks):
+        borders = even_ranks(borders, until, [0.0] * len(until), pp_ranks)
     if borders is None:
         return None
-    return _between(even_ranks(borders, until, [0.0] * len(until), pp_ranks), len(loads.forward_us))
-
-
-def _between(borders: Sequence[int], stages: int) -> Groups:
-    return tuple(tuple(range(first, end)) for first, end in pairwise([0, *borders, stages]))
+    return tuple(tuple(range(first, end)) for first, end in pairwise([0, *borders, len(until) - 1]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from stretto.ir.prices import Specs
 from stretto.ir.program import Op, Ref, TensorSpec
@@ -159,20 +158,9 @@ def kernel_part(op: Op, reach: Efficiency) -> float:
 
 
 def _is_causal(op: Op) -> bool:
-    given = dict(op.kwargs).get("is_causal")
-    if given is not None:
-        return bool(given)
-    at = _argument(op.target, "is_causal")
-    return at is not None and at < len(op.args) and op.args[at] is True
+    from stretto.backend.dispatch_adapter import arguments_of  # here, as it loads PyTorch
 
-
-@cache
-def _argument(target: str, name: str) -> int | None:
-    from stretto.backend.dispatch_adapter import resolve  # here, as it loads PyTorch
-
-    schema = getattr(resolve(target), "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return names.index(name) if name in names else None
+    return bool(arguments_of(op).get("is_causal"))
 
 
 FORWARD = "aten.convolution.default"

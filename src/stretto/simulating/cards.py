@@ -68,13 +68,15 @@ class Clock:
 
 
 class Moment:
-    """Something that happens once. `begun_us`: since when it has been under way (None: not yet)."""
+    """Something that happens once. `begun_us`: since when it has been under way (None: not yet); `us`: when
+    it happened."""
 
-    __slots__ = ("_waiters", "begun_us", "happened")
+    __slots__ = ("_waiters", "begun_us", "happened", "us")
 
     def __init__(self) -> None:
         self.begun_us: float | None = None
         self.happened = False
+        self.us = 0.0
         self._waiters: list[Callable[[], None]] = []
 
     def then(self, resume: Callable[[], None]) -> None:
@@ -84,7 +86,7 @@ class Moment:
 
     def happen(self, clock: Clock) -> None:
         """Let the moment happen now; those who wait go on as events of this time."""
-        self.happened = True
+        self.happened, self.us = True, clock.now_us
         for resume in self._waiters:
             clock.at(clock.now_us, resume)
         self._waiters.clear()

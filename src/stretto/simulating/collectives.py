@@ -26,7 +26,7 @@ from stretto.simulating.windows import Call
 
 @dataclass(slots=True, eq=False)
 class RunningCollective:
-    """One collective of one step. done_us: when `done` happened; microbatch: None where it comes once."""
+    """One collective of one step. microbatch: None where it comes once."""
 
     lane: Lane
     call: Call
@@ -34,7 +34,6 @@ class RunningCollective:
     missing: set[int]
     microbatch: int | None
     done: Moment = field(default_factory=Moment)
-    done_us: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +94,6 @@ class Collectives:
                 self._begin(lane.waiting.popleft())
             else:
                 lane.busy = False
-            collective.done_us = self._clock.now_us
             collective.done.happen(self._clock)
 
         pp_ranks = collective.pp_ranks

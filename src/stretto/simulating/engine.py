@@ -198,16 +198,16 @@ class _Rank:
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
-    def _meet(self, done: RunningCollective) -> Lane:
+    def _meet(self, started: RunningCollective) -> Lane:
         """Wait until the slowest rank of the pipeline rank has done its part of a collective that this one
         has."""
         now_us = self._clock.now_us
-        late_us = self._straggler.meet(now_us - done.done_us)
+        late_us = self._straggler.meet(now_us - started.done.us)
         if late_us > 0.0:
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
-            yield from self._wait(there, done.call.name)
+            yield from self._wait(there, started.call.name)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
         key = (segment.edge, microbatch)

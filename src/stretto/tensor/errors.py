@@ -45,38 +45,6 @@ def tensor_name(x: torch.Tensor) -> str:
     return f"tensor {what} {placements_name(x.placements)} on mesh {mesh_name(x.device_mesh)}"
 
 
-def two_meshes(op: object, one: DTensor, other: DTensor) -> UsageError:
-    """An op has tensors from two meshes."""
-    return UsageError(
-        f"{op}: its tensors are on two meshes: {tensor_name(one)}, and {tensor_name(other)}; bring them to "
-        "one mesh first, such as stretto.reshard(other, first.device_mesh, "
-        f"{_target_for(one, other)}) where first is the one of shape {tuple(one.shape)} on mesh "
-        f"{mesh_name(one.device_mesh)} and other the one of shape {tuple(other.shape)} on mesh "
-        f"{mesh_name(other.device_mesh)}"
-    )
-
-
-def _target_for(one: DTensor, other: DTensor) -> str:
-    """Placements that fit: the first tensor's where both have its dims, else replicated on every rank."""
-    fits = one.ndim == other.ndim and not any(placement.is_partial() for placement in one.placements)
-    return (
-        placements_name(one.placements)
-        if fits
-        else "[" + ", ".join(["Replicate()"] * one.device_mesh.ndim) + "]"
-    )
-
-
-def ranks_out_of_order(op: object, tensors: Sequence[torch.Tensor]) -> UsageError:
-    """An op would redistribute on a mesh where PyTorch's collectives put parts in the wrong places."""
-    result = [x for x in tensors if isinstance(x, DTensor)]
-    return UsageError(
-        f"{op} of {', and of '.join(tensor_name(x) for x in result)}: it would redistribute them, and on a "
-        "mesh whose ranks do not ascend along each axis PyTorch's collectives put parts in the wrong places. "
-        "Bring them to placements that need no communication with stretto.reshard, which is right there, or "
-        "to a mesh with ascending ranks"
-    )
-
-
 def not_distributed(how: str, x: object) -> UsageError:
     """Something that is not on a mesh."""
     what = tensor_name(x) if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r}"
@@ -104,6 +72,15 @@ def _saying(text: str) -> Callable[..., UsageError]:
     return error
 
 
+two_meshes = _saying(
+    "{op}: its tensors are on two meshes: {other}, and {x}; bring them to one mesh first, such as "
+    "stretto.reshard(x, other.device_mesh, {full}) where other is the first of the two"
+)
+ranks_out_of_order = _saying(
+    "{op} of {x}: it would redistribute its tensors, and on a mesh whose ranks do not ascend along each axis "
+    "PyTorch's collectives put parts in the wrong places. Bring them to placements that need no "
+    "communication with stretto.reshard, which is right there, or to a mesh with ascending ranks"
+)
 plain_with_gradient = _saying(
     "{op}: {x} wants a gradient, and is beside {other}; ranks off that mesh would have no gradient "
     "for it. Put it on the mesh first: stretto.shard(it, mesh, {full})"

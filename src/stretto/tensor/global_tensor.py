@@ -199,7 +199,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
             tensors = [x for x in _tensors(args, kwargs) if isinstance(x, DTensor)]
     if is_trusted(op, args, kwargs, tensors) and has_sound_rule(op, args, kwargs, tensors):
         if not in_order(mesh) and needs_redistribution(op, args, kwargs):
-            raise errors.ranks_out_of_order(op, tensors)
+            raise errors.ranks_out_of_order(op, tensors[0])
         try:
             if is_absent(mesh):
                 return absent_call(op, args, kwargs, global_tensor)
@@ -300,7 +300,7 @@ def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
             if first is None:
                 first = leaf
             elif leaf.device_mesh != first.device_mesh:
-                raise errors.two_meshes(op, first, leaf)
+                raise errors.two_meshes(op, leaf, first)
     assert first is not None, "this class was chosen for one of the arguments"
     return first.device_mesh
 

@@ -174,7 +174,7 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     written = {next(at for at, x in enumerate(tensors) if id(x) == one) for one in writes if one in ids}
     for number, x in enumerate(tensors):
         if not in_order(mesh) and targets[number] != tuple(x.placements):
-            raise errors.ranks_out_of_order(op, tensors)
+            raise errors.ranks_out_of_order(op, x)
 
     if is_absent(mesh):
         device = local_of(tensors[0]).device
@@ -238,7 +238,7 @@ def placed(x: DTensor, placements: Sequence[Placement], wrap: Wrap) -> DTensor:
     if tuple(x.placements) == target:
         return x
     if not in_order(x.device_mesh):
-        raise errors.ranks_out_of_order("redistribute", [x])
+        raise errors.ranks_out_of_order("redistribute", x)
     spec = with_placements(spec_of(x), target)
     return wrap(local_of(x) if is_absent(x.device_mesh) else _part(x, target), spec)
 

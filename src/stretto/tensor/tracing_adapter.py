@@ -117,9 +117,3 @@ def table_rows(placement: Placement) -> int | None:
 def keep_elsewhere(placement: Placement, elsewhere: torch.Tensor) -> None:
     """Remember which of the indices are in other ranks' rows."""
     placement.mask_buffer.data = elsewhere  # type: ignore[attr-defined]
-
-
-def elsewhere_of(placement: Placement) -> torch.Tensor:
-    """Which of the indices are in other ranks' rows: what was kept."""
-    result: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
-    return result

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from stretto.backend.dispatch_adapter import named
 from stretto.tensor.clip import has_empty_part
 from stretto.tensor.dtensor_adapter import given_back, has_rule, needs_redistribution, propagated
 
@@ -218,37 +219,22 @@ def over_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     """What a reducing loss gives, by ops that do not; NotImplemented for all else."""
     if op not in LOSSES or all(set(x.placements) == {Replicate()} for x in tensors):
         return NotImplemented
-    args = _filled(op, args, kwargs)
-    at = _reduction_at(op)
-    reduction = args[at]
+    given = named(op, args, kwargs)
+    reduction = given["reduction"]
     if reduction == NONE or (op in LABEL_LOSSES and reduction == SUM):
         return NotImplemented
 
-    def with_reduction(how: int) -> tuple[Any, ...]:
-        return (*args[:at], how, *args[at + 1 :])
-
     if op in ELEMENT_LOSS_GRADIENTS:
-        gradient, x = args[:2]
-        given = with_reduction(NONE)
-        return op(gradient / x.numel() if reduction == MEAN else gradient, *given[1:])
+        gradient, x = given["grad_output"], given["self"]
+        gradient = gradient / x.numel() if reduction == MEAN else gradient
+        return op(**{**given, "grad_output": gradient, "reduction": NONE})
     if op in LABEL_LOSSES:
-        total, weights = op(*with_reduction(SUM))
+        total, weights = op(**{**given, "reduction": SUM})
         return total / weights, weights
-    losses = op(*with_reduction(NONE))
+    losses = op(**{**given, "reduction": NONE})
     return losses.sum() if reduction == SUM else losses.sum() / losses.numel()
 
 
 def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How a loss reduces, as PyTorch numbers it."""
-    return int(_filled(op, args, kwargs)[_reduction_at(op)])
-
-
-def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    result = list(args)
-    for argument in op._schema.arguments[len(args) :]:
-        result.append(kwargs.get(argument.name, argument.default_value))
-    return tuple(result)
-
-
-def _reduction_at(op: Any) -> int:
-    return next(at for at, argument in enumerate(op._schema.arguments) if argument.name == "reduction")
+    return int(named(op, args, kwargs)["reduction"])

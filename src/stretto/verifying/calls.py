@@ -15,10 +15,10 @@ And the flags of an op by itself fit what it is given, and what it makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from stretto.backend.dispatch_adapter import named, overload
+from stretto.backend.dispatch_adapter import arguments_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
@@ -99,7 +99,7 @@ def _in_stage(stage: Stage, specs: Specs) -> Iterator[Fault]:
 
 def _own(op: Op) -> str:
     """Why the op's own flags do not fit what it is given and makes; "" where they do."""
-    given = _arguments(op)
+    given = arguments_of(op)
     trains = given.get("training", given.get("train"))
     if trains is False and "running_mean" in given and not isinstance(given["running_mean"], Ref):
         return "normalizes by running statistics, and is given none"
@@ -120,7 +120,7 @@ def _works_back(forward: Op, backward: Op) -> bool:
 
 def _difference(forward: Op, backward: Op, specs: Specs) -> str:
     """In words, an argument that the two do not have in common; "" if there is none."""
-    taken, given = _arguments(forward), _arguments(backward)
+    taken, given = arguments_of(forward), arguments_of(backward)
     for name, value in given.items():
         first = taken.get(SAME.get(name, name), value)
         tensors = isinstance(first, Ref), isinstance(value, Ref)
@@ -132,11 +132,6 @@ def _difference(forward: Op, backward: Op, specs: Specs) -> str:
         if not same:
             return f"its {name!r} is {_shown(value)}, and there it was {_shown(first)}"
     return ""
-
-
-def _arguments(op: Op) -> Mapping[str, Any]:
-    function = overload(op.target)
-    return {} if function is None else named(function, op.args, dict(op.kwargs))
 
 
 def _shown(value: Any) -> str:

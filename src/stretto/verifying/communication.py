@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stretto.ir.collectives import Kind
 from stretto.ir.flow import PHASES, given_specs, results_of
+from stretto.ir.parameters import strides_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, Stage, TensorSpec
 from stretto.verifying.fault import Fault
+from stretto.verifying.shapes import strides_that_count
 
 COORDINATE = "int64[]"
 """What `axis.index` gives."""
@@ -144,6 +147,8 @@ class _StageProof:
         if source is None or not 0 <= dim < len(full) or (full, made.dtype) != (source.shape, source.dtype):
             what = f"gives {made}, which is no part of {size} along dim {dim} of {name}, {source}"
             yield what, "Capture the job again"
+        elif strides_that_count(made) != strides_that_count(replace(made, stride=strides_of(source))):
+            yield f"gives {made}, and a part of {source} has the strides of that", "Capture the job again"
 
     def group(self, op: Op) -> Found:
         """Axis and size, the last two arguments, are the job's."""

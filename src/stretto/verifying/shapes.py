@@ -30,7 +30,7 @@ from stretto.ir.flow import given_specs
 from stretto.ir.parameters import strides_of
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
-from stretto.ir.program import CHUNK, GETITEM, Job, Op, TensorSpec
+from stretto.ir.program import GETITEM, Job, Op, TensorSpec
 from stretto.ir.storage import is_expanded
 from stretto.verifying.fault import Fault
 
@@ -61,8 +61,6 @@ def _ops(job: Job, specs: Specs) -> Iterator[Fault]:
                     continue  # what several stages compute
                 if op.target == GETITEM:
                     trouble = _part(op, made)
-                elif op.target == CHUNK:
-                    trouble = _cut(op, specs)
                 else:
                     trouble = _trouble(op, specs, job.device)
                 if trouble:
@@ -76,15 +74,6 @@ def _part(op: Op, made: Mapping[str, Given]) -> str:
         return f"takes part {at} of {op.args[0].name}, which has {len(parts)}"
     part = parts[at] or "no tensor"
     return "" if parts[at] == op.outputs[0] else f"is {op.outputs[0]}, but the part is {part}"
-
-
-def _cut(op: Op, specs: Specs) -> str:
-    """Why a part of a value along a dim has other strides than the value."""
-    source, made = specs.get(next(iter(op.uses), "")), op.outputs[0]
-    if source is None or made is None or len(source.shape) != len(made.shape):
-        return ""  # a fault of its form
-    like = TensorSpec(made.shape, made.dtype, strides_of(source))
-    return "" if _laid_out(made) == _laid_out(like) else f"is {made}, but a part of {source} is {like}"
 
 
 def _trouble(op: Op, specs: Specs, device: str) -> str:
@@ -117,12 +106,16 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
             return f"{op.target} of {described} gives {_brief(result)}, but the plan says {_brief(said)}"
         if said.numel:
             view = op.alias is not None
-            if _laid_out(result) != _laid_out(said) if view else is_expanded(said) > is_expanded(result):
+            if (
+                strides_that_count(result) != strides_that_count(said)
+                if view
+                else is_expanded(said) > is_expanded(result)
+            ):
                 return f"{op.target} of {described} gives {result}, but the plan says {said}"
     return ""
 
 
-def _laid_out(spec: TensorSpec) -> tuple[int, ...]:
+def strides_that_count(spec: TensorSpec) -> tuple[int, ...]:
     """The strides of the dims that have several elements; those of others mean nothing."""
     return tuple(step for length, step in zip(spec.shape, strides_of(spec)) if length > 1)
 

@@ -72,7 +72,7 @@ R, S0 = Replicate(), Shard(0)
 
 
 def bound(source, target, shape=(120,), hosts=HOSTS):
-    return bound_us(needs_of([Tensor(shape, 1, source, target)]).tasks, hosts)
+    return bound_us(needs_of([Tensor(shape, 1, source, target)])[0], hosts)
 
 
 BOUNDS = {

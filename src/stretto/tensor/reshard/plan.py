@@ -27,7 +27,7 @@ import networkx as nx
 from stretto.errors import UsageError
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
-from stretto.tensor.reshard.tasks import MICROSECONDS_PER_S, Copy, Needs, UnitTask, needs_of, sends_of
+from stretto.tensor.reshard.tasks import MICROSECONDS_PER_S, Copy, UnitTask, needs_of, sends_of
 from stretto.tensor.reshard.tasks import Hosts as Hosts
 from stretto.tensor.reshard.tasks import Mode as Mode
 from stretto.tensor.reshard.tasks import Tensor as Tensor
@@ -117,15 +117,15 @@ def plan_reshards(
     for tensor in tensors:
         for layout in (tensor.source, *tensor.targets):
             hosts.check(layout.ranks)
-    needs = needs_of(tensors)
-    bound = bound_us(needs.tasks, hosts)
-    arranger = SendArranger(sends_of(needs.tasks, hosts, mode), hosts, piece_bytes)
+    tasks, copies = needs_of(tensors)
+    bound = bound_us(tasks, hosts)
+    arranger = SendArranger(sends_of(tasks, hosts, mode), hosts, piece_bytes)
     if choice == "naive":
         found = arranger.naive()
     else:
         # a mode may need more of the links than the best one: where it does, that is as far as it gets
         within_mode = bound_us(arranger.sends, hosts)
-        arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
+        arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), tasks, mode, within_mode)
     timeline, times = arranger.walk(found.ways, found.order)
     transfers = []
     sent: dict[int, int] = defaultdict(int)
@@ -143,13 +143,13 @@ def plan_reshards(
     return ReshardPlan(
         mode=mode,
         transfers=tuple(transfers),
-        copies=needs.copies,
+        copies=tuple(copies),
         piece_bytes=arranger.piece_bytes,
         makespan_us=timeline.makespan_us,
         bound_us=bound,
         full_us=full_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
-        tasks=len(needs.tasks),
-        needed_bytes=sum(task.nbytes * len(task.receivers) for task in needs.tasks),
+        tasks=len(tasks),
+        needed_bytes=sum(task.nbytes * len(task.receivers) for task in tasks),
         bytes_sent=sum(one.nbytes * len(one.receivers) for one in transfers),
         link_bytes=sum(sent.values()),
         sent_bytes=dict(sorted(sent.items())),
@@ -158,7 +158,7 @@ def plan_reshards(
 
 
 def _cut_if_better(
-    arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
+    arranger: SendArranger, found: Arrangement, tasks: Sequence[UnitTask], mode: Mode, bound: float
 ) -> tuple[SendArranger, Arrangement]:
     """Try boxes in parts, which several owners may send and which fill links that uncut boxes leave idle.
 
@@ -167,7 +167,7 @@ def _cut_if_better(
     for parts in range(2, MOST_PARTS + 1):
         if found.makespan_us * (1 - PARTS_MUST_SAVE) <= bound:
             break
-        sends = sends_of(needs.tasks, arranger.hosts, mode, parts, least_bytes=arranger.piece_bytes)
+        sends = sends_of(tasks, arranger.hosts, mode, parts, least_bytes=arranger.piece_bytes)
         other = SendArranger(sends, arranger.hosts, arranger.piece_bytes)
         better = other.balanced(bound)
         if better.makespan_us < found.makespan_us * (1 - PARTS_MUST_SAVE):

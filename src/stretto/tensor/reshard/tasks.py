@@ -188,17 +188,9 @@ class Copy:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """All that a reshard must do: tasks that move boxes, and copies."""
-
-    tasks: tuple[UnitTask, ...]
-    copies: tuple[Copy, ...]
-
-
-def needs_of(tensors: Sequence[Tensor]) -> Needs:
-    """What must move so that each tensor comes to its target. Raises UsageError for a Partial source, a shape
-    that is none, or a placement that does not fit the shape."""
+def needs_of(tensors: Sequence[Tensor]) -> tuple[list[UnitTask], list[Copy]]:
+    """What must move so that each tensor comes to its target, and what is there. Raises UsageError for a
+    Partial source, a shape that is none, or a placement that does not fit the shape."""
     tasks: list[UnitTask] = []
     copies: list[Copy] = []
     for index, tensor in enumerate(tensors):
@@ -213,7 +205,7 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
                 receivers = tuple(rank for rank in needers if rank not in owners)
                 if receivers:
                     tasks.append(UnitTask(index, region, nbytes, tuple(sorted(owners)), receivers))
-    return Needs(tuple(tasks), tuple(copies))
+    return tasks, copies
 
 
 def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
