@@ -342,3 +342,22 @@ def test_an_addend_is_summed_before_ranks_mask_it_by_their_own_numbers() -> None
             placed(f"aten.{target}", *read)
     with pytest.raises(RefusedError, match="table is full, and meets a rank's own rows"):
         placed("aten.embedding.default", "table", "at")
+
+
+def test_a_slice_that_may_be_of_another_dim_is_a_sum_where_that_one_is_summed() -> None:
+    """By its place in the order of elements a slice may be of columns, or one row of each of 7 blocks."""
+    specs = {"x": TensorSpec((7, 4), "float64"), "full": TensorSpec((7,), "float64")}
+    placer = Placer("tp", 2, {"x": Placement("part", ((1, 1), (0, 7))), "full": SUM})
+
+    def placed(name: str, target: str, args: tuple[Any, ...], *shape: int) -> Placement:
+        specs[name] = TensorSpec(shape, "float64")
+        placer.place(Op(name, target, args, (), (specs[name],)), specs)
+        return placer.of(name)
+
+    y = placed("y", "aten.sum.dim_IntList", (Ref("x"), (1,)), 7)
+    assert (y.kind, y.at, y.or_sum) == ("part", ((0, 7),), True)
+    assert placed("mean", "aten.mean.default", (Ref("y"),)) == SUM
+    assert placed("viewed", "aten.view.default", (Ref("y"), (7, 1)), 7, 1).or_sum
+    assert placed("added", "aten.add.Tensor", (Ref("y"), Ref("full")), 7) == SUM
+    with pytest.raises(RefusedError, match="all of that dim"):
+        placed("softmax", "aten._softmax.default", (Ref("y"), 0, False), 7)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stretto.capturing import capture
 from stretto.config import Parallel
+from stretto.verifying import verify
 from tests.parallelize.equality import step
-from tests.runtime.equality import plain
+from tests.runtime.equality import lowered, plain
 
 ROWS, TOKENS, HIDDEN, VOCAB = 2, 5, 4, 8
 PLAN = {"embedding": "vocabulary", "head": "vocabulary"}
@@ -49,6 +50,11 @@ def flat(logits: Any, targets: Tensor) -> tuple[Any, Tensor]:
     return logits.view(-1, VOCAB), targets.reshape(-1)
 
 
+def divergences(logits: Any, targets: Tensor) -> Tensor:
+    wanted = F.one_hot(targets, VOCAB).double().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="none")
+
+
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "mean": mean,
     "sum": lambda x, t: F.cross_entropy(*flat(x, t), reduction="sum"),
@@ -62,6 +68,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "probabilities": lambda x, t: F.cross_entropy(x.view(-1, VOCAB), F.one_hot(t.flatten(), VOCAB).double()),
     "by hand": lambda x, t: -x.log_softmax(-1).gather(-1, t.unsqueeze(-1)).mean(),
     "transposed": lambda x, t: F.cross_entropy(x.transpose(1, 2), t),
+    "distilled": lambda x, t: divergences(x / 2, t).sum(-1).mean(),
     "mixed shape": lambda x, t: x.view(ROWS, TOKENS, 2, -1).square().mean(),
 }
 
@@ -80,6 +87,13 @@ def tokens_of(seed: int) -> Tensor:
 )
 def test_losses_on_split_logits(name: str, tp: int) -> None:
     check(Head().double(), on_logits(LOSSES[name]), tp)
+
+
+def test_what_is_summed_over_the_vocabulary_and_then_averaged_is_proved() -> None:
+    """The sum of a slice of columns is no slice of rows, though it could be one by its shape."""
+    batch = {"tokens": tokens_of(1), "targets": tokens_of(2)}
+    loss = on_logits(LOSSES["distilled"])
+    verify(lowered(capture(Head().double(), batch, loss, Parallel(tp=2), tp_plan=PLAN), "1f1b"))
 
 
 def test_the_padding_token_never_learns() -> None:

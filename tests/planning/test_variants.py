@@ -15,6 +15,9 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import choose
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
+from tests.verifying.meaning import meaning
+from tests.verifying.random_programs import random_program
+from tests.verifying.reference import runs
 
 CLUSTER = cores(peak_tflops=1e-06, op_overhead_us=1.0)
 
@@ -60,3 +63,11 @@ def test_what_cannot_be_done_is_done_without(monkeypatch: pytest.MonkeyPatch, er
     assert plan_with(monkeypatch, OfStep(refuses, tried=True)) == plan_with(monkeypatch)
     with pytest.raises(type(error)):
         plan_with(monkeypatch, OfStep(refuses))
+
+
+def test_what_stops_in_a_searched_order_is_no_variant() -> None:
+    """Pairs of this V go on in the order of a list, and wait for each other in the order that is searched."""
+    program = random_program(278)
+    plan = program.plan()
+    assert plan.overlap == "local"
+    assert runs(plan) == meaning(program.job, program.schedule.stage_ranks)

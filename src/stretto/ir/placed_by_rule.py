@@ -112,11 +112,17 @@ def with_parts(
         raise NeedsEqualError(needed)
     if not result:
         raise RefusedError(reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}")
-    # Parts go before partial sums: of one element, a part may be a partial sum as well (`is_thin`).
+    # Parts go before partial sums: a part may be a partial sum as well (`is_thin`).
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
     alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
     return tuple(
-        Placement("part", tuple(dict.fromkeys(a for f in alike for a in f[k].at))) if p.kind == "part" else p
+        Placement(
+            "part",
+            tuple(dict.fromkeys(a for f in alike for a in f[k].at)),
+            or_sum=any(f[k].kind == "sum" for f in result),
+        )
+        if p.kind == "part"
+        else p
         for k, p in enumerate(first)
     )
 

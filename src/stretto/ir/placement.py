@@ -20,6 +20,7 @@ class Placement:
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
     zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
     unknown: made of full values by an op of an unknown library.
+    or_sum: a part that is a partial sum where it was made of another of the slices that an operand may be.
     """
 
     kind: Kind
@@ -27,6 +28,7 @@ class Placement:
     uniform: frozenset[int] = frozenset()
     zero: bool = False
     unknown: bool = False
+    or_sum: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -125,8 +127,8 @@ def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpe
 
 
 def is_thin(kept: Placement, shape: Sequence[int]) -> bool:
-    """Whether a part is one element, or one of each block: it may be a partial sum as well."""
-    return kept.kind == "part" and any(shape[dim] == blocks for dim, blocks in kept.at)
+    """Whether a part may be a partial sum as well, as one that is one element, or one of each block."""
+    return kept.or_sum or (kept.kind == "part" and any(shape[dim] == blocks for dim, blocks in kept.at))
 
 
 def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.ir.collectives import Kind
+from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, OWN
 from stretto.ir.placed_by_rule import (
@@ -94,6 +95,14 @@ def _to_own_keys(op: Op, given: Sequence[Placement]) -> bool:
     rows = (kept.kind in ("equal", "local") or any(dim == 2 for dim, _ in kept.at) for kept in tensors)
     alone = not any(kept.kind == "sum" for kept in given)
     return op.target in ATTENTION | ATTENTION_BACKWARD and alone and all(rows)
+
+
+def _adds_up(rule: Dims, given: Sequence[Placement]) -> bool:
+    """Whether what an op makes of partial sums are partial sums of what it makes."""
+    sums = {at for at, kept in enumerate(given) if kept.kind == "sum"}
+    return not any(kept.kind == "part" for kept in given) and any(
+        sums <= together and all(given[at].zero for at in together - sums) for together in rule.linear
+    )
 
 
 def _with_rows(kept: Placement, dim: int, before: int, after: int) -> Placement:
@@ -257,15 +266,15 @@ class Placer:
                     return (Placement("part", along),)
                 if op.target in OWN_REDUCTIONS or _to_own_keys(op, given):
                     return (LOCAL,) * len(op.outputs)
-                raise
+                if not _adds_up(rule, [SUM if p.or_sum else p for p in given]):
+                    raise
+                return (SUM,) * len(op.outputs)
             if along:
                 return (replace(made[0], at=tuple(dict.fromkeys((*made[0].at, *along)))),)
             return made
         if partial_sums:
-            for together in rule.linear:
-                rest = together - partial_sums
-                if partial_sums <= together and all(given[at].zero for at in rest):
-                    return (SUM,) * len(op.outputs)
+            if _adds_up(rule, given):
+                return (SUM,) * len(op.outputs)
             raise NeedsEqualError([names[at] for at in sorted(partial_sums)])
         return full(op, rule, given, specs)
 
@@ -294,7 +303,7 @@ class Placer:
                     f"{op.args[0].name} is {kept} of {spec}, and gets the shape {list(made.shape)}, in which "
                     "that is no slice along one dim"
                 )
-            return Placement("part", result)
+            return replace(kept, at=result)
         if kept.kind == "equal" and kept.uniform:
             return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
         return kept

@@ -213,19 +213,23 @@ class Variants:
             except (PlanError, TooLargeError) as error:
                 if plain:
                     raise
-                deadlock = error.faults[0] if isinstance(error, PlanError) else None
-                self._miss(f"pairs wait for each other: {deadlock}" if deadlock else str(error))
+                self._miss(_stops(error))
 
     def _try(self) -> None:
         """Step 2: of the others than what waits at once, which is in no order; of each number of microbatches
-        in a window the best, in case that memory refuses the others."""
+        in a window the best, in case that memory refuses the others. What stops in a better order than a
+        list's is no variant."""
         others = sorted((one for one in self._tried.values() if one.overlap != "off"), key=self._weighed_us)
         best = others[:TRIED]
         best += [one for one in others[TRIED:] if one.overlap not in {other.overlap for other in best}][:1]
         for one in best:
             if self.context.watch.stopped:
                 break
-            self._simulate(one.variant, one.begin, self.context)
+            try:
+                self._simulate(one.variant, one.begin, self.context)
+            except (PlanError, TooLargeError) as error:
+                del self._tried[one.variant]
+                self._miss(_stops(error))
 
     def _search(self) -> None:
         """Step 3. The windows of a full step have an order for all microbatches: its time is compared by the
@@ -313,6 +317,11 @@ class Variants:
         is no choice."""
         shares = tried.overlap == "window" and not overlaps(self.first)
         return tried.step_us / WORTH if shares else tried.step_us
+
+
+def _stops(error: PlanError | TooLargeError) -> str:
+    """Why there is no such variant."""
+    return f"pairs wait for each other: {error.faults[0]}" if isinstance(error, PlanError) else str(error)
 
 
 def lighter(result: Sequence[Tried]) -> Tried:

@@ -201,8 +201,9 @@ class _Attention:
         for x in (self.q, self.k, self.v):
             heads = ops.shape(x)[HEADS]
             if heads % ops.size:
+                whose = self.op.module or "the model"
                 raise UsageError(
-                    f'cp_kind = "ulysses": {self.op.module} has {heads} heads on a rank, which {ops.size} '
+                    f'cp_kind = "ulysses": {whose} has {heads} heads on a rank, which {ops.size} '
                     'ranks cannot share equally: give cp_kind = "ring"'
                 )
         if calls.mask is not None and ops.shape(calls.mask)[-3:-2] == (ops.shape(self.q)[HEADS],):

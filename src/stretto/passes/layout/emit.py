@@ -103,7 +103,7 @@ class Emitter:
         name = self.fresh(name)
         is_view = _is_view(target) or (target == GETITEM and args[0].name in self._several_views)
         alias = args[0].name if is_view else None
-        if is_view and len(outputs) > 1:
+        if is_view:  # of a list even where it has one item
             self._several_views.add(name)
         op = Op(name, target, args, given, outputs, alias, random, flops, self.module)
         self._names.add(name)

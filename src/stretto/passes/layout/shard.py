@@ -220,7 +220,7 @@ class _Walk:
             if values.placed[name].is_partial and not at.is_partial:
                 values.place(name, at)  # a sum is taken once; what comes later adds to it
         made = (choice.emit or emit_op(choice, self.size))(self.out, op, local)
-        if len(op.outputs) != 1:
+        if len(op.outputs) != 1 or (op.name, 0) in self.taken:  # a list of one
             self.inputs[op.name] = dict(zip(names, choice.inputs, strict=True))
             self._several(op, made, choice.outputs)
             return
