@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from stretto.ir.dims import operands
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD, OWN
@@ -35,8 +35,12 @@ FLOPS_A_BYTE = 1000
 """Flops under which a message's byte may be hidden. An H100 computes 990 TFLOP/s and sends 450 GB/s in a
 node, 50 between nodes: 2,200 and 20,000."""
 BATCH, EMBEDDING, SLICED = "batch/", "aten.embedding.default", "aten.slice.Tensor"
-CAUSAL: tuple[tuple[Half, Half], ...] = ((1, 0), ("either", "either"))
-ALL: tuple[tuple[Half, Half], ...] = ((None, None),)
+Pairs = tuple[tuple[Half, Half], ...]
+"""Halves of queries that meet halves of keys."""
+Met = tuple[Pairs, ...]
+"""Those of each step."""
+CAUSAL: Pairs = ((1, 0), ("either", "either"))
+ALL: Pairs = ((None, None),)
 ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 
 
@@ -110,12 +114,10 @@ def _kind(queries: TensorSpec, keys: TensorSpec, size: int) -> str:
     return "ring" if flops > FLOPS_A_BYTE * (2 * keys.nbytes // size) else "gathered"
 
 
-def met_in_steps(ahead: Ahead, op: Op, size: int) -> tuple[tuple[tuple[Half, Half], ...], ...]:
+def met_in_steps(ahead: Ahead, mask: str, size: int) -> Met:
     """Of each step, which halves of a rank's queries meet which of the keys that come, on any rank. A mask
     that hides what is behind the diagonal, by blocks, has the pairs of causal attention."""
-    mask, last = mask_of(op), 2 * size - 1
-    if mask is None:
-        return (CAUSAL if arguments(op)["is_causal"] else ALL,) * size
+    last = 2 * size - 1
     seen = blocks_seen(ahead, mask, last + 1, last + 1)
 
     def of_rank(rank: int, step: int) -> set[tuple[Half, Half]]:
@@ -130,8 +132,8 @@ def met_in_steps(ahead: Ahead, op: Op, size: int) -> tuple[tuple[tuple[Half, Hal
     return tuple(ALL if pairs else () for pairs in steps)
 
 
-def _attention(kind: str, ahead: Ahead, op: Op, given: OpGiven) -> Iterator[Choice]:
-    """Step 1. kind: as the setting `cp_kind`."""
+def _attention(kind: str, met: Callable[[str, int], Met], op: Op, given: OpGiven) -> Iterator[Choice]:
+    """Step 1. kind: as the setting `cp_kind`. met: as `met_in_steps`, of a mask and a number of ranks."""
     first, hidden = first_of(op), mask_of(op)
     queries, keys = given.specs[first : first + 2]
     if kind == "auto":
@@ -147,7 +149,9 @@ def _attention(kind: str, ahead: Ahead, op: Op, given: OpGiven) -> Iterator[Choi
     inputs, results = placed(op, given, rows, rows, mask), results_of(op, rows, rows)
 
     def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
-        over = (out.axis, out.size, kind, rows.blocks > 1, met_in_steps(ahead, op, out.size), ())
+        plain = (CAUSAL if arguments(op)["is_causal"] else ALL,) * out.size
+        met_by = plain if hidden is None else met(hidden, out.size)
+        over = (out.axis, out.size, kind, rows.blocks > 1, met_by, ())
         return emit_op(Choice(inputs or (), results), out.size)(out, with_over(op, over), local)
 
     if inputs is not None:
@@ -191,7 +195,7 @@ def _mean_backward(op: Op, given: OpGiven) -> Iterator[Choice]:
 
 def rules_of(kind: str, ahead: Ahead) -> dict[str, Rule]:
     """Rules along the sequence. kind: as the setting `cp_kind`."""
-    attention = partial(_attention, kind, ahead)
+    attention = partial(_attention, kind, cache(partial(met_in_steps, ahead)))
     return {**dict.fromkeys((*KERNELS, *BACKWARDS), attention), NLL: _mean, NLL_BACKWARD: _mean_backward}
 
 

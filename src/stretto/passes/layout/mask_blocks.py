@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Arg, Op, Ref, TensorSpec
@@ -26,22 +27,35 @@ ANYTHING, A_BOOL = (-math.inf, math.inf), (0.0, 1.0)
 
 
 def blocks_seen(ahead: Ahead, mask: str, rows: int, columns: int) -> frozenset[tuple[int, int]]:
-    """(block of queries, block of keys) where a mask may let one see another. rows, columns: how many."""
+    """(block of queries, block of keys) where a mask may let one see another. rows, columns: how many. Blocks
+    that are alike are looked at together."""
     spec = ahead.spec(mask)
     assert spec is not None
-    known = _Positions(ahead)
-    start: Region = tuple((0, n) for n in spec.shape[:-2])
+    known, start = _Positions(ahead), tuple((0, n) for n in spec.shape[:-2])
+    result: set[tuple[int, int]] = set()
+    todo = [((0, rows), (0, columns))]
 
-    def part(dim: int, k: int, of: int) -> tuple[int, int]:
+    def elements(of: tuple[int, int], dim: int, count: int) -> tuple[int, int]:
         size = spec.shape[dim]
-        return (0, 1) if size == 1 else (size * k // of, size * (k + 1) // of)
+        return (0, 1) if size == 1 else (size * of[0] // count, size * of[1] // count)
 
-    return frozenset(
-        (r, c)
-        for r in range(rows)
-        for c in range(columns)
-        if known.bounds(mask, (*start, part(-2, r, rows), part(-1, c, columns)))[1] != -math.inf
-    )
+    while todo:
+        of_rows, of_columns = todo.pop()
+        region = (*start, elements(of_rows, -2, rows), elements(of_columns, -1, columns))
+        least, most = known.bounds(mask, region)
+        if most == -math.inf:
+            continue
+        parts = [*product(_halves(of_rows), _halves(of_columns))]
+        if least > -math.inf or len(parts) == 1:
+            result.update(product(range(*of_rows), range(*of_columns)))
+        else:
+            todo += parts
+    return frozenset(result)
+
+
+def _halves(of: tuple[int, int]) -> list[tuple[int, int]]:
+    middle = sum(of) // 2
+    return [of] if middle == of[0] else [(of[0], middle), (middle, of[1])]
 
 
 @dataclass(frozen=True, slots=True)
