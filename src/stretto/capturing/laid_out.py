@@ -37,7 +37,6 @@ from stretto.passes.layout.attention import shared
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.context_steps import in_steps
 from stretto.passes.layout.emit import MisfitError
-from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram, with_equal_views_once
 from stretto.passes.layout.rules import as_kernel
@@ -172,7 +171,7 @@ def _as_traced(
 ) -> Traced:
     """Steps 2 and 3. partial: root -> axes along which it is a partial sum; sharded_first: values that are
     sharded along their first dim."""
-    low = lower(in_steps(program))
+    low = in_steps(program)
     owned = rooted(op for op, _ in low.ops)
     if traced.job.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
 from stretto.passes.borders import gather_behind, scatter_borders
+from stretto.passes.layout.lower import lower
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.messages import dense_messages, handed_on, sent_once
 from stretto.passes.messages_in_parts import messages_in_parts
@@ -39,6 +40,7 @@ GRAPH_PASSES = (
     dead_ops,  # what nothing needs is dropped
     plain_matmuls,  # batched products that are one plain product become one
     sequence_first,  # MLPs take tokens in the order in which they are gathered
+    lower,  # collectives of layouts are along dim 0, each a start and a wait
     no_ops,  # what changes nothing is dropped; chains of reshapes are joined
     equal_collectives,  # one collective instead of two of the same value
 )
@@ -60,7 +62,8 @@ STEP_PASSES = (
 def check_names(names: Collection[str]) -> None:
     """Raises UsageError for a name that no pass has that can be left out. (`split_products` and `recomputed`
     are asked for, by settings of their own.)"""
-    known = tuple(one.__name__ for one in (*GRAPH_PASSES, *JOB_PASSES, messages_in_parts))
+    may = (one for one in (*GRAPH_PASSES, *JOB_PASSES, messages_in_parts) if one is not lower)
+    known = tuple(one.__name__ for one in may)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(

@@ -3,11 +3,12 @@
 Of a batch of several a gathered sequence arrives rank by rank (n, b, s), and is copied into (b, n, s); before
 it is scattered, it is copied back. An MLP does the same to every token: both copies are for nothing.
 
-    1. Find joins (gathered, copied into the batch's order) and cuts (copied out of it, scattered).
-    2. From every join, find the values that have a row for each token, through what makes them and what
-       uses them. The order may change when each op treats all rows in the same way, or sums over all of them
-       (a weight's gradient), as `stretto.ir.dims` says, and the ends are joins and cuts.
-    3. There, the copies become views. Sums over rows are regrouped: weights' gradients differ in last bits.
+    1. From every gather along the sequence, find the values that have a row for each token, through what
+       makes them and what uses them. The order may change when each op treats all rows in the same way, or
+       sums over all of them (a weight's gradient), as `stretto.ir.dims` says, and the ends are gathers and
+       scatters along the sequence.
+    2. These have the keyword `AS_IT_COMES`, and `lower` copies nothing. Sums over rows are regrouped:
+       gradients of weights differ in last bits.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.dims import Dims, dims_of, operands
-from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
+from stretto.ir.program import VIEWS, Arg, Op, TensorSpec
+from stretto.passes.layout.emit import AS_IT_COMES, GATHER, SCATTER
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.no_ops import live_ops, specs_in
+from stretto.passes.no_ops import specs_in
 from stretto.passes.rewrite import users_of
 
 Rows = tuple[int, int]
@@ -31,99 +32,63 @@ def sequence_first(program: StepProgram, _: Collection[str]) -> StepProgram:
     """See the module."""
     made = {op.name: op for op, _ in program.ops}
     search = _RowSearch(frozenset(program.roots.values()), made, users_of(made.values()), specs_in(program))
-    views: dict[str, Op] = {}
-    for join in search.joins:
-        views.update(search.copies_around(join))
-    if not views:
-        return program
-    return live_ops(program.with_ops(((views.get(op.name, op), at) for op, at in program.ops), str))
+    ends = {end for op in made.values() if op.target == GATHER for end in search.ends_around(op)}
+    ops = (
+        (replace(op, kwargs=((AS_IT_COMES, True),)) if op.name in ends else op, at) for op, at in program.ops
+    )
+    return program.with_ops(ops, str) if ends else program
 
 
 @dataclass(slots=True)
 class _RowSearch:
-    """Steps 1 and 2. roots: values. joins, cuts: the copy -> sizes (n, b, s) of its dims. seen: values that
-    were met before; one that is met again belongs to what cannot change."""
+    """Step 1. roots: values. seen: values that were met before; one that is met again belongs to what cannot
+    change."""
 
     roots: frozenset[str]
     made: Mapping[str, Op]
     users: Mapping[str, list[Op]]
     specs: Mapping[str, TensorSpec]
-    joins: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    cuts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        for op in self.made.values():
-            if op.target == "aten.clone.default":
-                self._end(op)
+    def _end(self, op: Op, target: str) -> tuple[Arg, ...] | None:
+        """How the op gathers, or scatters, several sequences along them: axis, size, batch, length."""
+        if op.target != target:
+            return None
+        _, dim, blocks, *over = op.args
+        shape = self.specs[op.name if target == GATHER else op.args[0].name].shape
+        batch = blocks if dim == 0 else shape[0]
+        is_of_several = batch > 1 and dim + (blocks > 1) == 1
+        return (*over, batch, shape[dim] // blocks) if is_of_several else None
 
-    def _end(self, copy: Op) -> None:
-        """Step 1 for one copy: of a view of four dims or more, of which the first two are swapped."""
-        swap = self.made.get(copy.args[0].name)
-        if swap is None or swap.target != "aten.permute.default" or copy.outputs[0] is None:
-            return
-        order, shape = tuple(swap.args[1]), copy.outputs[0].shape
-        view = self.made.get(swap.args[0].name)
-        if order != (1, 0, *range(2, len(order))) or len(order) < 3 or copy.outputs[0].stride is not None:
-            return
-        if view is None or view.target not in VIEWS or copy.name in self.roots:
-            return
-        came = self.made.get(view.args[0].name)
-        start = self.made.get(came.args[0].name) if came is not None and came.target == WAIT else None
-        if start is not None and start.target == ALL_GATHER.target and start.args[-1] == shape[1]:
-            self.joins[copy.name] = shape[1], shape[0], shape[2]
-            return
-        after = self.users.get(copy.name, [])
-        goes = self.users.get(after[0].name, []) if len(after) == 1 and after[0].target in VIEWS else after
-        if len(goes) == 1 and goes[0].target == REDUCE_SCATTER.target and goes[0].args[-1] == shape[0]:
-            self.cuts[copy.name] = shape[0], shape[1], shape[2]
-
-    def copies_around(self, join: str) -> dict[str, Op]:
-        """Steps 2 and 3 from one join: copy -> the view that takes its place; {} when the order must stay."""
-        sizes = self.joins[join]
-        if join in self.seen:
-            return {}
-        sharded = _Spread(self.made, self.specs, math.prod(sizes))
+    def ends_around(self, join: Op) -> list[str]:
+        """From one gather, all gathers and scatters; none when the order must stay."""
+        like = self._end(join, GATHER)
+        if join.name in self.seen or like is None:
+            return []
+        sharded = _Spread(self.made, self.specs, math.prod(like[2:]))
         result, todo = sharded.rows, sharded.todo
-        sharded.leading(join)
+        sharded.leading(join.name)
         ends: list[str] = []
         while todo:
             name = todo.pop()
             if name in self.seen or name in self.roots:
                 self.seen |= result.keys()
-                return {}
+                return []
             self.seen.add(name)
-            if name in self.joins:
-                ends.append(name)
-                fits = self.joins[name] == sizes
-            else:
-                fits = sharded.made_by(self.made[name])
+            gather = self._end(self.made[name], GATHER)
+            fits = gather == like if gather else sharded.made_by(self.made[name])
+            ends += [name] if gather else []
             for user in self.users.get(name, ()):
-                cut = self._cut_of(user)
-                if cut is None:
+                scatter = self._end(user, SCATTER)
+                if scatter is None:
                     fits = fits and sharded.used_by(user, name)
                 else:
-                    ends.append(cut)
-                    fits = fits and self.cuts[cut] == sizes and result[name][0] == 0
+                    fits = fits and scatter == like and result[name] == (0, user.args[1] + 1)
+                    ends.append(user.name)
             if not fits:
                 self.seen |= result.keys()
-                return {}
-        return {end: self._as_view(end) for end in ends}
-
-    def _cut_of(self, view: Op) -> str | None:
-        """The cut that begins with this view, if it is for nothing else."""
-        if view.target not in VIEWS or view.name in self.roots:
-            return None
-        swaps = self.users.get(view.name, [])
-        copies = self.users.get(swaps[0].name, []) if len(swaps) == 1 else []
-        return copies[0].name if len(copies) == 1 and copies[0].name in self.cuts else None
-
-    def _as_view(self, copy: str) -> Op:
-        """Step 3."""
-        op = self.made[copy]
-        view = self.made[self.made[op.args[0].name].args[0].name]
-        args = (view.args[0], op.made.shape)
-        return replace(op, target=VIEW, args=args, kwargs=(), alias=view.args[0].name)
+                return []
+        return ends
 
 
 class _Spread:

@@ -38,6 +38,8 @@ from stretto.passes.rewrite import spec_with, strides_of
 GATHER, SCATTER, SLICE, REDUCE, EXCHANGE = LAYOUT_OPS = (
     *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce", "layout.exchange"),
 )
+AS_IT_COMES = "as_it_comes"
+"""The keyword of a gather or scatter whose rows may be in the order in which ranks have them."""
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
 Outputs = tuple[TensorSpec | None, ...]

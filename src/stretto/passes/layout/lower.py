@@ -1,12 +1,13 @@
 """Collectives of layouts become the program's: along dim 0, each a start and a wait.
 
 What is sharded along another dim is brought to the front by a view, a permutation and a copy; where nothing
-is before that dim, a view does. (`stretto.passes.sequence_first` drops copies that no op needs.)
+is before that dim, or rows may be in any order (`stretto.passes.sequence_first`), a view does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
@@ -16,8 +17,10 @@ from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import with_uses
 
 
-def lower(program: StepProgram) -> StepProgram:
+def lower(program: StepProgram, _: Collection[str] = ()) -> StepProgram:
     """See the module."""
+    if all(op.target not in LAYOUT_OPS for op, _ in program.ops):
+        return program
     kept = [op.name for op, _ in program.ops if op.target not in LAYOUT_OPS]
     out = Emitter("", 1, program.given, kept)
     now: dict[str, str] = {}
@@ -66,7 +69,7 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
     inner = shape[dim] // blocks // size
     factors = (*shape[:dim], *((blocks,) if blocks > 1 else ()), size, inner, *shape[dim + 1 :])
     ranks = dim + (blocks > 1)
-    is_first = math.prod(factors[:ranks]) == 1
+    is_first = math.prod(factors[:ranks]) == 1 or bool(op.kwargs)
     rest = tuple(at for at in range(len(factors)) if at != ranks)
     if op.target == GATHER:
         x = collective(ALL_GATHER, x)
