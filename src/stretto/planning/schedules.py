@@ -1,10 +1,4 @@
-"""Schedules: what settings or arguments ask for, of each form of a step, and the passes that change one.
-
-`across` lets a communication start in one window and be waited for in a later one of the same stage and
-microbatch. Where W runs as an action of its own, a start of W whose input is there by the end of I is the
-last op of I. What W waits for has then been under way since; results stay the same, and memory is used for
-longer. A value that arrives for W only may come later.
-"""
+"""Schedules: what settings or arguments ask for, of each form of a step, and the passes that change one."""
 
 from __future__ import annotations
 
@@ -12,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import Schedule
 from stretto.ir.forms import forms_of
-from stretto.ir.program import STARTS, Job, Stage
+from stretto.ir.program import Job
 from stretto.ir.stage_maps import AUTO, shared
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.pair import apart, equal_groups, full, of_stages, pair
@@ -147,15 +141,6 @@ def one_window(step: Step, context: Context) -> Step:
     return replace(step, schedule=joined, short=joined, overlap="window")
 
 
-def moved_across(step: Step, context: Context) -> Step:
-    """Communications go on from one window to the next (`across`)."""
-    split = split_stages(step.schedule)
-    job = context.once(step.job, ("across", split), lambda: across(step.job, split))
-    if job is step.job:
-        raise LeftOutError
-    return replace(step, job=job)
-
-
 def shorter(schedule: Schedule) -> Schedule:
     """The schedule by which steps are compared: of the first microbatches, at least 8; itself unless that is
     much less. Those of its slots that lose an action to it keep the rest."""
@@ -170,27 +155,3 @@ def of_short(step: Step) -> str:
     if step.short is step.schedule:
         return ""
     return f" for {step.short.microbatches} of {step.schedule.microbatches} microbatches"
-
-
-def split_stages(schedule: Schedule) -> frozenset[int]:
-    """Stages of which W is an action of its own, for any microbatch."""
-    actions = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
-    return frozenset(action.stage for action in actions if action.phase is Phase.W)
-
-
-def across(job: Job, split: frozenset[int]) -> Job:
-    """The job with these starts in I; the job itself where there is none. split: as `split_stages`."""
-    stages = tuple(_moved(job, stage) if stage.index in split else stage for stage in job.stages)
-    if all(new is old for new, old in zip(stages, job.stages, strict=True)):
-        return job
-    return replace(job, stages=stages)
-
-
-def _moved(job: Job, stage: Stage) -> Stage:
-    later = {op.name for op in stage.ops[Phase.W]}
-    later |= {e.value for e in job.edges if e.target == stage.index and e.user_phase is Phase.W}
-    ready = [op for op in stage.ops[Phase.W] if op.target in STARTS and later.isdisjoint(op.uses)]
-    if not ready:
-        return stage
-    rest = tuple(op for op in stage.ops[Phase.W] if op not in ready)
-    return Stage(stage.index, {**stage.ops, Phase.I: (*stage.ops[Phase.I], *ready), Phase.W: rest})
