@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stretto.ir.action import Phase
-from stretto.ir.collectives import ALL_TO_ALL, ALL_TO_ALL_SIZED, KINDS, Kind, Sizes
+from stretto.ir.collectives import ALL_TO_ALL, KINDS, Kind
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes.rewrite import with_uses
 from tests.price.comm_job import comm_job
@@ -25,16 +25,15 @@ def exchange_job(
     tp: int = 2,
     rows: int = 12,
     hidden: int = 6,
-    sizes: Sizes | None = None,
-    kind: Kind | None = None,
+    kind: Kind = ALL_TO_ALL,
 ) -> Job:
-    """Two microbatches; rows and hidden must be multiples of tp. sizes: rows from each rank to each. kind:
-    what goes there in the place of an all-to-all; its gradient's kind goes back."""
+    """Two microbatches; rows and hidden must be multiples of tp. kind: what goes there; its gradient's kind
+    goes back."""
     job = comm_job(stages, 2, tp=tp, rows=rows, hidden=hidden)
 
     def programs(stage: int, ops: dict[Phase, tuple[Op, ...]]) -> dict[Phase, tuple[Op, ...]]:
         moved = {f"h{stage}", f"gh{stage}"}
-        return {phase: tuple(_exchanged(phase, of, moved, tp, sizes, kind)) for phase, of in ops.items()}
+        return {phase: tuple(_exchanged(of, moved, tp, kind)) for phase, of in ops.items()}
 
     made = [replace(stage, ops=programs(stage.index, dict(stage.ops))) for stage in job.stages]
     return replace(
@@ -51,32 +50,22 @@ def _wide(spec: TensorSpec) -> TensorSpec:
     return replace(spec, dtype="float64")
 
 
-def _exchanged(
-    phase: Phase, ops: Sequence[Op], moved: set[str], tp: int, sizes: Sizes | None, kind: Kind | None
-) -> Iterator[Op]:
-    there = kind or (ALL_TO_ALL if sizes is None else ALL_TO_ALL_SIZED)
+def _exchanged(ops: Sequence[Op], moved: set[str], tp: int, there: Kind) -> Iterator[Op]:
     for op in ops:
         outputs = tuple(None if spec is None else _wide(spec) for spec in op.outputs)
         wide = with_uses(replace(op, outputs=outputs), lambda name: f"{name}_back" if name in moved else name)
         yield replace(wide, alias=f"{op.alias}_back_start" if op.alias in moved else op.alias)
         if op.name not in moved:
             continue
-        back = None if sizes is None else tuple(zip(*sizes, strict=True))
-        yield from _to_others(op.name, f"{op.name}_there", outputs, tp, there, sizes)
+        yield from _to_others(op.name, f"{op.name}_there", outputs, tp, there)
         yield Op(f"{op.name}_twice", "aten.mul.Tensor", (Ref(f"{op.name}_there"), 2.0), (), outputs)
-        yield from _to_others(f"{op.name}_twice", f"{op.name}_back", outputs, tp, KINDS[there.gradient], back)
+        yield from _to_others(f"{op.name}_twice", f"{op.name}_back", outputs, tp, KINDS[there.gradient])
 
 
 def _to_others(
-    source: str,
-    name: str,
-    outputs: tuple[TensorSpec | None, ...],
-    tp: int,
-    kind: Kind,
-    sizes: Sizes | None,
+    source: str, name: str, outputs: tuple[TensorSpec | None, ...], tp: int, kind: Kind
 ) -> Iterator[Op]:
-    how = () if sizes is None else (sizes,)
-    yield Op(f"{name}_start", kind.target, (Ref(source), *how, "tp", tp), (), outputs)
+    yield Op(f"{name}_start", kind.target, (Ref(source), "tp", tp), (), outputs)
     yield Op(name, "comm.wait", (Ref(f"{name}_start"),), (), outputs, alias=f"{name}_start")
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.backend import collectives
-from stretto.ir.collectives import IN_PROGRAMS, KINDS, How
+from stretto.ir.collectives import IN_PROGRAMS, KINDS
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.emulated_transport import SingleRankEnd
@@ -24,21 +24,15 @@ from stretto.runtime.transport import Handle, ThreadTransport, Transport
 from tests.runtime.launch import launch
 
 ROWS = 6
-SIZES = {2: ((5, 1), (1, 5)), 3: ((0, 2, 4), (4, 0, 2), (2, 4, 0))}
 CASES: list[tuple[str, str]] = [
     *(("all_reduce", how) for how in ("sum", "max")),
     ("all_gather", ""),
     ("reduce_scatter", "sum"),
     ("all_to_all", ""),
-    ("all_to_all_sized", "sizes"),
     ("permute_next", ""),
     ("permute_previous", ""),
 ]
 CPU = torch.device("cpu")
-
-
-def how_of(told: str, size: int) -> How:
-    return SIZES[size] if told == "sizes" else told
 
 
 def value_of(rank: int) -> Tensor:
@@ -55,12 +49,10 @@ def expected(kind: str, told: str, values: Sequence[Tensor], me: int) -> Tensor:
         return sum(values[1:], values[0]).chunk(size)[me]
     if kind == "all_to_all":
         return torch.cat([value.chunk(size)[me] for value in values])
-    if kind.startswith("permute"):
-        return values[(me + (1 if kind == "permute_previous" else -1)) % size]
-    return torch.cat([v.split(list(sizes))[me] for v, sizes in zip(values, SIZES[size], strict=True)])
+    return values[(me + (1 if kind == "permute_previous" else -1)) % size]
 
 
-def result_of(kind: str, how: How, value: Tensor, size: int) -> Tensor:
+def result_of(kind: str, how: str, value: Tensor, size: int) -> Tensor:
     shape = KINDS[kind].shape(value.shape, size, how)
     assert shape is not None
     return value if KINDS[kind].in_place else value.new_full(shape, float("nan"))
@@ -72,9 +64,9 @@ def opened(end: Any, size: int) -> Any:
 
 
 def moved(end: Any, kind: str, told: str, size: int) -> Tensor:
-    value, how = value_of(end.rank), how_of(told, size)
-    result = result_of(kind, how, value, size)
-    end.collective("tp", kind, result, value, how).wait()
+    value = value_of(end.rank)
+    result = result_of(kind, told, value, size)
+    end.collective("tp", kind, result, value, told).wait()
     return result
 
 
@@ -157,16 +149,14 @@ def test_accelerators_call_the_library(kind: str, told: str, monkeypatch: pytest
         monkeypatch.setattr(collectives, name, note)
     monkeypatch.setattr(dist, "get_rank", lambda _: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 3)
-    value, how = torch.empty(ROWS, 2, device="meta"), how_of(told, 3)
-    result = result_of(kind, how, value, 3)
-    collectives.start(kind, result, value, group, how)
+    value = torch.empty(ROWS, 2, device="meta")
+    result = result_of(kind, told, value, 3)
+    collectives.start(kind, result, value, group, told)
     ((first, *rest),) = called
     assert first is result
     more: list[Any] = [value]
     if kind == "all_reduce":
         more = [dist.ReduceOp.MAX if told == "max" else dist.ReduceOp.SUM]
-    elif told == "sizes":
-        more += [[2, 0, 4], [4, 0, 2]]
     elif kind == "all_to_all":
         more += [None, None]
     elif kind == "permute_next":

@@ -7,66 +7,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.backend.collectives import CALLS
-from stretto.ir.collectives import (
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SIZED,
-    IN_PROGRAMS,
-    KINDS,
-    PRICED,
-    How,
-    Kind,
-)
+from stretto.ir.collectives import ALL_REDUCE, ALL_TO_ALL, IN_PROGRAMS, KINDS, PRICED, Kind
 from stretto.ir.program import STARTS, Op, Ref, Shard, TensorSpec
 from tests.ir.test_varying import differing
 
-UNSIZED = st.sampled_from([kind for kind in IN_PROGRAMS if not kind.sized])
-
 
 @st.composite
-def starts(draw: st.DrawFn) -> tuple[Kind, How, int, int]:
+def starts(draw: st.DrawFn) -> tuple[Kind, str, int, int]:
     """A kind, what it says, members, and rows of each."""
     kind, size = draw(st.sampled_from(IN_PROGRAMS)), draw(st.integers(1, 5))
-    if not kind.sized:
-        how = draw(st.sampled_from(kind.reductions)) if kind.reductions else ""
-        return kind, how, size, size * draw(st.integers(1, 4))
-    first = draw(st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any))
-    return kind, tuple(tuple(first[m:] + first[:m]) for m in range(size)), size, sum(first)
+    how = draw(st.sampled_from(kind.reductions)) if kind.reductions else ""
+    return kind, how, size, size * draw(st.integers(1, 4))
 
 
 @given(starts())
-def test_what_one_gives_the_other_gets(start: tuple[Kind, How, int, int]) -> None:
+def test_what_one_gives_the_other_gets(start: tuple[Kind, str, int, int]) -> None:
     kind, how, size, rows = start
     made = kind.shape((rows, 3), size, how)
     assert made is not None
     for me in range(size):
-        gets = kind.gets(rows, me, size, how)
+        gets = kind.gets(rows, me, size)
         assert max(stop for _, stop in gets) == made[0]
         for other in range(size):
-            a, b = kind.gives(rows, other, size, how)[me]
+            a, b = kind.gives(rows, other, size)[me]
             assert 0 <= a <= b <= rows
             assert b - a == gets[other][1] - gets[other][0]
     if kind.splits:
-        assert all(sum(b - a for a, b in kind.gives(rows, me, size, how)) == rows for me in range(size))
+        assert all(sum(b - a for a, b in kind.gives(rows, me, size)) == rows for me in range(size))
 
 
 @given(starts())
-def test_the_gradient_has_the_shape_of_what_was_given(start: tuple[Kind, How, int, int]) -> None:
+def test_the_gradient_has_the_shape_of_what_was_given(start: tuple[Kind, str, int, int]) -> None:
     kind, how, size, rows = start
     made = kind.shape((rows, 3), size, how)
     assert made is not None
     back = KINDS[kind.gradient]
-    told = tuple(zip(*how, strict=True)) if kind.sized else back.reductions[0] if back.reductions else ""
+    told = back.reductions[0] if back.reductions else ""
     assert back.shape(made, size, told) == (rows, 3)
     assert KINDS[back.gradient] is kind
 
 
-@given(UNSIZED, st.integers(1, 5), st.integers(1, 4))
+@given(st.sampled_from(IN_PROGRAMS), st.integers(1, 5), st.integers(1, 4))
 def test_the_whole_is_the_larger_of_what_goes_in_and_comes_out(kind: Kind, size: int, rows: int) -> None:
     how = kind.reductions[0] if kind.reductions else ""
     made = kind.shape((rows * size,), size, how)
     assert made is not None
-    assert kind.full_nbytes(8 * made[0], size, how) == 8 * max(rows * size, made[0])
+    assert kind.full_nbytes(8 * made[0], size) == 8 * max(rows * size, made[0])
 
 
 def test_rows_are_whole() -> None:
@@ -83,7 +69,7 @@ def test_rows_are_whole() -> None:
 
 @pytest.mark.parametrize("kind", IN_PROGRAMS, ids=lambda kind: kind.name)
 def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
-    how = (((1, 1), (1, 1)),) if kind.sized else kind.reductions[:1]
+    how = kind.reductions[:1]
     spec = TensorSpec((2, 2), "float32")
     op = Op("made", kind.target, (Ref("param/x"), *how, "tp", 2), (), (spec,))
 
@@ -102,15 +88,9 @@ def test_what_cannot_be_communicated_has_no_shape() -> None:
     assert ALL_TO_ALL.shape((3, 2), 2) is None
     assert ALL_TO_ALL.shape((), 2) is None
     assert ALL_REDUCE.shape((), 2, "sum") == ()
-    sized = ALL_TO_ALL_SIZED
-    assert sized.shape((6,), 2, ((2, 4), (4, 2))) == (6,)
-    for how in (((2, 4), (2, 4)), ((2, 3), (3, 2)), ((6,),), ((2, 4), (4, -2)), "", (2, 4)):
-        assert sized.shape((6,), 2, how) is None  # type: ignore[arg-type]
 
 
-def test_unequal_parts_count_as_the_busiest_ranks() -> None:
-    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((4, 2), (2, 4))) == 400  # equal parts: 3 of 6 rows
-    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((3, 3), (3, 3))) == ALL_TO_ALL.full_nbytes(600, 2) == 600
-    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((0, 6), (6, 0))) == 1200
+def test_what_an_exchange_takes() -> None:
+    assert ALL_TO_ALL.full_nbytes(600, 2) == 600
     assert ALL_TO_ALL.steps(4) == 3
     assert ALL_TO_ALL.moved(4) == 0.75

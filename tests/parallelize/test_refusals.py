@@ -273,7 +273,7 @@ def test_communication_along_tp_is_refused() -> None:
 
 def test_rows_of_a_kind_with_unequal_parts_need_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A permutation, where all rows go to the next rank."""
-    permute = replace(ALL_TO_ALL, sent=lambda rows, a, b, size, _: (0, rows if b == (a + 1) % size else 0))
+    permute = replace(ALL_TO_ALL, sent=lambda rows, a, b, size: (0, rows if b == (a + 1) % size else 0))
     monkeypatch.setattr(ops, "_calls", SimpleNamespace(all_to_all=lambda x, *_: x, wait=lambda x: x))
     x = torch.ones(3, 5)
     assert torch.equal(ops.exchange(x, "dp", 2, permute), x)

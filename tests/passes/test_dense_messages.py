@@ -157,7 +157,7 @@ def gathering(kind: str) -> Job:
     shape = TensorSpec((PIECE, WIDTH), "float64")
     turned = TensorSpec((WIDTH, PIECE), "float64", (1, WIDTH))
     row = KINDS[kind]
-    how = ("sum",) if row.has_how else ()
+    how = ("sum",) if row.reductions else ()
     out = row.shape(turned.shape, 2, *how)
     assert out is not None
     result = TensorSpec(out, "float64")

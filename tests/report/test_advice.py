@@ -22,7 +22,7 @@ NAMES = {
     "pp": "pp 0>1 e0:0",
     "dp": "dp 0.0",
     "cp": "cp all_gather k",
-    "ep": "ep all_to_all_sized x",
+    "ep": "ep all_to_all x",
     "tp": "tp all_reduce m",
 }
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from stretto.ir.collectives import How
 from stretto.runtime.transport import Handle, ThreadTransport
 
 
@@ -73,7 +72,7 @@ class PoisonTransport(ThreadTransport):
         return _Checked(self, super().broadcast(lane, staged, source), result=self._lent(lane, value, staged))
 
     def collective(
-        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         if result is value:
             staged = value.clone()

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, How, Kind
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Kind
 
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, How], Any]
+Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, str], Any]
 """(result, value, group, how) -> the work, already under way."""
 
 
-def _all_reduce(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
+def _all_reduce(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: str) -> Any:
     reduction = dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM
     return dist.all_reduce(result, reduction, group=group, async_op=True)
 
@@ -37,36 +37,34 @@ CALLS: dict[str, Call] = {
 """The library's own call, on accelerators, of each kind that gathers or sums. Others are `_by_all_to_all`."""
 
 
-def _by_all_to_all(
-    kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How
-) -> Any:
+def _by_all_to_all(kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Any:
     received = sent = None
     if kind is not ALL_TO_ALL:  # whose parts are equal
-        at = (value.shape[0], dist.get_rank(group), dist.get_world_size(group), how)
+        at = (value.shape[0], dist.get_rank(group), dist.get_world_size(group))
         received, sent = ([b - a for a, b in rows] for rows in (kind.gets(*at), kind.gives(*at)))
     return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
 
 
 def start(
-    kind: str, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How = ""
+    kind: str, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: str = ""
 ) -> Any:
     """Start a collective of a kind; all members of the group call it. Where it works in place, value is the
     result. On processors kinds that do not work in place are made of messages (`_exchange`)."""
     row = KINDS[kind]
     if kind in CALLS and (row.in_place or value.device.type != "cpu"):
         return CALLS[kind](result, value, group, how)
-    return (_exchanged if value.device.type == "cpu" else _by_all_to_all)(row, result, value, group, how)
+    return (_exchanged if value.device.type == "cpu" else _by_all_to_all)(row, result, value, group)
 
 
-def arrived(kind: Kind, values: Sequence[torch.Tensor], me: int, how: How) -> list[torch.Tensor]:
+def arrived(kind: Kind, values: Sequence[torch.Tensor], me: int) -> list[torch.Tensor]:
     """What member `me` gets from each, views. values: what members give, in the order of the group."""
     if kind.in_place:
         return list(values)
     size, rows = len(values), values[0].shape[0]
-    return [value[slice(*kind.sent(rows, m, me, size, how))] for m, value in enumerate(values)]
+    return [value[slice(*kind.sent(rows, m, me, size))] for m, value in enumerate(values)]
 
 
-def put_together(kind: Kind, result: torch.Tensor, parts: Sequence[torch.Tensor], how: How) -> None:
+def put_together(kind: Kind, result: torch.Tensor, parts: Sequence[torch.Tensor], how: str = "") -> None:
     """Write what came from each member into the result, where it is to lie or added up. Sums are taken in the
     order of the group, so that all layouts of a run give the same bits."""
     if not kind.sums:
@@ -80,20 +78,18 @@ def put_together(kind: Kind, result: torch.Tensor, parts: Sequence[torch.Tensor]
             result.add_(part)
 
 
-def _exchanged(
-    kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How
-) -> Any:
+def _exchanged(kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Any:
     size, me = dist.get_world_size(group), dist.get_rank(group)
-    gives = [value[a:b] for a, b in kind.gives(value.shape[0], me, size, how)]
+    gives = [value[a:b] for a, b in kind.gives(value.shape[0], me, size)]
     if not kind.sums:
-        slices = [result[a:b] for a, b in kind.gets(value.shape[0], me, size, how)]
+        slices = [result[a:b] for a, b in kind.gets(value.shape[0], me, size)]
         slices[me].copy_(gives[me])
         return Exchange(_exchange(slices, gives, group))
     others = list(torch.empty((size, *result.shape), dtype=value.dtype))
 
     def add_up() -> None:
         others[me] = gives[me]
-        put_together(kind, result, others, how)
+        put_together(kind, result, others)
 
     return Exchange(_exchange(others, gives, group), add_up)
 

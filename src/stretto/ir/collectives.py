@@ -18,43 +18,30 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-Sizes: TypeAlias = tuple[tuple[int, ...], ...]
-"""Rows that each member (first index) sends to each (second)."""
-
-How: TypeAlias = str | Sizes
-"""The argument of a start between value and axis: a reduction, or sizes; "" for kinds that have neither."""
-
 Rows: TypeAlias = tuple[int, int]
 """Where some rows of a tensor begin and end."""
 
-Sent: TypeAlias = Callable[[int, int, int, int, How], Rows]
-"""(rows of each member, sender, receiver, members, how) -> which of the sender's rows the receiver gets."""
+Sent: TypeAlias = Callable[[int, int, int, int], Rows]
+"""(rows of each member, sender, receiver, members) -> which of the sender's rows the receiver gets."""
 
 Route: TypeAlias = Literal["ring", "direct", "chain", "pair"]
 """How it goes over links: around a ring; from each to each; from the first through all; from one to one."""
 
 
-def _full(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+def _full(rows: int, sender: int, receiver: int, size: int) -> Rows:
     return 0, rows
 
 
-def _part(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+def _part(rows: int, sender: int, receiver: int, size: int) -> Rows:
     return rows // size * receiver, rows // size * (receiver + 1)
 
 
-def _sized(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
-    sizes = how[sender]
-    assert isinstance(sizes, tuple), "the kind needs sizes"
-    start = sum(sizes[:receiver])
-    return start, start + sizes[receiver]
-
-
-def _next(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+def _next(rows: int, sender: int, receiver: int, size: int) -> Rows:
     return (0, rows) if receiver == (sender + 1) % size else (0, 0)
 
 
-def _previous(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
-    return _next(rows, receiver, sender, size, how)
+def _previous(rows: int, sender: int, receiver: int, size: int) -> Rows:
+    return _next(rows, receiver, sender, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +49,13 @@ class Kind:
     """A kind of communication.
 
     name: in targets, costs, timelines. sent, sums: what it does (see the module).
-    splits: whether each of a sender's rows goes to exactly one receiver; the parts need not be equal.
-    reductions: those that a start may name; none where nothing is reduced. sized: whether it names sizes.
+    splits: whether each of a sender's rows goes to exactly one receiver.
+    reductions: those that a start may name; none where nothing is reduced.
     in_place: it works on a copy of what is given. Otherwise the given tensor is in flight: it must stay as it
         is until the wait.
     differs: whether what members get differs: never, always, or where what they gave does.
-    gradient: the kind that the gradient goes back by; the transposed sizes, where there are sizes. A sum's is
-        itself: where the result is used in parts, the parts' gradients are summed.
+    gradient: the kind that the gradient goes back by. A sum's is itself: where the result is used in parts,
+        the parts' gradients are summed.
     turns: how many times the full tensor goes around the group; route: how.
     priced_as: the kind by whose curve it is priced (`cost`), itself by default.
     in_programs: whether ops start it; others are the runtime's own.
@@ -84,7 +71,6 @@ class Kind:
     sums: bool = False
     splits: bool = False
     reductions: tuple[str, ...] = ()
-    sized: bool = False
     in_place: bool = False
     differs: Literal["never", "always", "as given"] = "always"
     priced_as: str = ""
@@ -99,52 +85,32 @@ class Kind:
     def cost(self) -> str:
         return self.priced_as or self.name
 
-    @property
-    def has_how(self) -> bool:
-        """Whether a start has an argument besides value, axis and size."""
-        return bool(self.reductions) or self.sized
+    def knows(self, how: str) -> bool:
+        """Whether a start may name this reduction, or where nothing is reduced, names none ("")."""
+        return how in (self.reductions or ("",))
 
-    def knows(self, how: object, size: int) -> bool:
-        """Whether a start over `size` members accepts this argument."""
-        if not self.sized:
-            return how in self.reductions if self.reductions else how == ""
-        return (
-            isinstance(how, tuple)
-            and len(how) == size
-            and all(isinstance(row, tuple) and len(row) == size for row in how)
-            and all(type(n) is int and n >= 0 for row in how for n in row)
-        )
-
-    def shape(self, shape: Sequence[int], size: int, how: How = "") -> tuple[int, ...] | None:
+    def shape(self, shape: Sequence[int], size: int, how: str = "") -> tuple[int, ...] | None:
         """The shape of what each member gets; None where a tensor of `shape` cannot be communicated so."""
         if self.in_place:
             return tuple(shape)
-        rows = _result_rows(self, shape[0], size, how) if shape and self.knows(how, size) else None
+        rows = _result_rows(self, shape[0], size) if shape and self.knows(how) else None
         return None if rows is None else (rows, *shape[1:])
 
-    def gives(self, rows: int, me: int, size: int, how: How = "") -> list[Rows]:
+    def gives(self, rows: int, me: int, size: int) -> list[Rows]:
         """Which of its own rows a member gives to each."""
-        return [self.sent(rows, me, other, size, how) for other in range(size)]
+        return [self.sent(rows, me, other, size) for other in range(size)]
 
-    def gets(self, rows: int, me: int, size: int, how: How = "") -> list[Rows]:
+    def gets(self, rows: int, me: int, size: int) -> list[Rows]:
         """Which rows of its result a member gets from each; all the same ones where they are added up."""
-        counts = [stop - start for start, stop in (self.sent(rows, m, me, size, how) for m in range(size))]
+        counts = [stop - start for start, stop in (self.sent(rows, m, me, size) for m in range(size))]
         if self.sums:
             return [(0, count) for count in counts]
         return [(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
 
-    def full_nbytes(self, nbytes: int, size: int, how: How = "") -> int:
+    def full_nbytes(self, nbytes: int, size: int) -> int:
         """Bytes of the full tensor, by which it is priced: what is reduced, gathered or scattered, or what a
-        member gives. nbytes: of the result. Unequal parts count as equal ones as large as those of the member
-        that has most to send or receive."""
-        if self.sums and self.splits:
-            return nbytes * size
-        if not self.sized or not self.knows(how, size) or size == 1:
-            return nbytes
-        assert isinstance(how, tuple)
-        rows = sum(how[0])
-        sent = [rows - how[m][m] for m in range(size)]
-        return nbytes * max(sent) * size // (max(rows, 1) * (size - 1))
+        member gives. nbytes: of the result."""
+        return nbytes * size if self.sums and self.splits else nbytes
 
     def moved(self, size: int) -> float:
         """What each member sends over its link, in parts of the full tensor."""
@@ -166,15 +132,11 @@ class Collective:
 
 
 @lru_cache(maxsize=4096)
-def _result_rows(kind: Kind, rows: int, size: int, how: How) -> int | None:
-    """Rows of the result; None where parts do not cover the rows, or members would get different numbers."""
-    if size < 1:
+def _result_rows(kind: Kind, rows: int, size: int) -> int | None:
+    """Rows of the result, of any member as of the first; None where parts do not cover the rows."""
+    if size < 1 or (kind.splits and sum(b - a for a, b in kind.gives(rows, 0, size)) != rows):
         return None
-    unlike = range(size if kind.sized else 1)  # without sizes, what is true of one member is true of all
-    if kind.splits and any(sum(b - a for a, b in kind.gives(rows, m, size, how)) != rows for m in unlike):
-        return None
-    made = {max(stop for _, stop in kind.gets(rows, m, size, how)) for m in unlike}
-    return made.pop() if len(made) == 1 else None
+    return max(stop for _, stop in kind.gets(rows, 0, size))
 
 
 ALL_REDUCE = Kind(
@@ -190,12 +152,6 @@ REDUCE_SCATTER = Kind(
     *("reduce_scatter", _part, "reduce_scatter", "all_gather"), sums=True, splits=True, reductions=("sum",)
 )
 ALL_TO_ALL = Kind("all_to_all", _part, "alltoall", "all_to_all", "direct", splits=True)
-ALL_TO_ALL_SIZED = Kind(
-    *("all_to_all_sized", _sized, "", "all_to_all_sized", "direct"),
-    splits=True,
-    sized=True,
-    priced_as="all_to_all",
-)
 PERMUTE_NEXT = Kind("permute_next", _next, "", "permute_previous", "pair", splits=True, differs="as given")
 """One step around the ring: to the next member, the last one's to the first."""
 PERMUTE_PREVIOUS = Kind(
@@ -211,7 +167,7 @@ SEND = Kind("send", _full, "sendrecv", "send", "pair", differs="as given", in_pr
 KINDS = {
     kind.name: kind
     for kind in (
-        *(ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_SIZED),
+        *(ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL),
         *(PERMUTE_NEXT, PERMUTE_PREVIOUS, BROADCAST, SEND),
     )
 }

@@ -19,7 +19,6 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     comm.all_gather(x, axis, size)                       start; gathered along dim 0
     comm.reduce_scatter(x, "sum", axis, size)            start; scattered along dim 0
     comm.all_to_all(x, axis, size)                       start; equal part k of dim 0 goes to rank k
-    comm.all_to_all_sized(x, sizes, axis, size)          start; sizes[j][k] rows go from rank j to rank k
     comm.permute_next(x, axis, size)                     start; all of x goes to the next rank of the axis
     comm.permute_previous(x, axis, size)                 start; the same to the previous rank
     comm.wait(started)                                   the result, when it is there
@@ -45,7 +44,7 @@ from typing import Annotated, Any, Literal, Protocol
 from stretto.files.codec import UNWRITTEN, Fits, Keyword, Natural
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
-from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
+from stretto.ir.collectives import BY_TARGET, Collective, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.metrics import Metric
 from stretto.ir.parameters import DTYPE_BYTES as DTYPE_BYTES
@@ -147,7 +146,7 @@ class Op:
         if kind is None:
             return None
         axis, size = str(self.args[-2]), int(self.args[-1])
-        return Collective(kind.cost, axis, kind.full_nbytes(self.made.nbytes, size, self.how))
+        return Collective(kind.cost, axis, kind.full_nbytes(self.made.nbytes, size))
 
     @property
     def kind(self) -> Kind | None:
@@ -155,9 +154,9 @@ class Op:
         return BY_TARGET.get(self.target)
 
     @property
-    def how(self) -> How:
-        """The reduction, or the sizes, of the communication that it starts."""
-        return self.args[1] if self.kind is not None and self.kind.has_how else ""
+    def how(self) -> str:
+        """The reduction of the communication that it starts, or ""."""
+        return str(self.args[1]) if self.kind is not None and self.kind.reductions else ""
 
     @property
     def lane(self) -> str:

@@ -34,7 +34,7 @@ from stretto.backend.dispatch_adapter import add_product, resolve
 from stretto.backend.process_memory import keep_freed_memory
 from stretto.backend.specs import decoded
 from stretto.ir.action import Phase
-from stretto.ir.collectives import BY_TARGET, How, Kind
+from stretto.ir.collectives import BY_TARGET, Kind
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.integers import Says, rows_named, what_integers_say
 from stretto.ir.prices import signature, specs_of
@@ -60,7 +60,7 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
 def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
     if kind.in_place:
         return x.clone(memory_format=torch.contiguous_format)
-    how: How = how_axis_size[0] if kind.has_how else ""
+    how = how_axis_size[0] if kind.reductions else ""
     shape = kind.shape(x.shape, how_axis_size[-1], how)
     assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
     made = x.new_empty(shape)

@@ -32,11 +32,8 @@ NAMESPACE = "stretto"
 Axes = Sequence[tuple[str, int]]
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
-"""What code may start: an op's schema has no word for sizes."""
-
-for _kind in COLLECTIVES:
-    _how = "str op, " if _kind.has_how else ""
+for _kind in IN_PROGRAMS:
+    _how = "str op, " if _kind.reductions else ""
     _library.define(f"{_kind.name}(Tensor x, {_how}str axis, int size) -> Tensor")
 _library.define("wait(Tensor started) -> Tensor")
 _library.define("axis_index(Tensor like, str axis, int size) -> Tensor")
@@ -44,7 +41,7 @@ _library.define("axis_chunk(Tensor x, int dim, str axis, int size) -> Tensor")
 
 
 def _started(kind: Kind, x: Tensor, *arguments: Any) -> Tensor:
-    shape = kind.shape(x.shape, arguments[-1], arguments[0] if kind.has_how else "")
+    shape = kind.shape(x.shape, arguments[-1], arguments[0] if kind.reductions else "")
     assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
     return x.new_empty(shape)
 
@@ -57,7 +54,7 @@ def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 
 _fakes: dict[str, Callable[..., Tensor]] = {
-    **{kind.name: partial(_started, kind) for kind in COLLECTIVES},
+    **{kind.name: partial(_started, kind) for kind in IN_PROGRAMS},
     "wait": torch.empty_like,
     "axis_index": lambda like, axis, size: torch.empty((), dtype=torch.int64, device=like.device),
     "axis_chunk": _axis_chunk,
@@ -81,7 +78,7 @@ def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Te
     if kind.shape(x.shape, size, op) is None:
         needs = f"a dim 0 that is a multiple of {size}" if x.dim() else "a dim 0: write x.unsqueeze(0)"
         raise ValueError(f"{kind.name} over {axis} = {size}: a tensor of shape {list(x.shape)} needs {needs}")
-    how = (op,) if kind.has_how else ()
+    how = (op,) if kind.reductions else ()
     made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
 

@@ -4,7 +4,6 @@ A variant is a list of passes that make a plan's step out of a job and its sched
 
     STEP_PASSES        those that change the job (`stretto.passes`)
     paired, one_window forwards share windows with backwards of other microbatches
-    moved_across       communications go on from one window to the next
     at_once ...        windows in an order: at once, as captured, ordered, whole_step
 
 A new way to overlap is one more list here. Variants that begin with the same passes share their results.
@@ -37,7 +36,7 @@ from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.finish import reduced_best
-from stretto.planning.schedules import moved_across, of_short, one_window, paired
+from stretto.planning.schedules import of_short, one_window, paired
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
 from stretto.simulating import simulate
 
@@ -92,10 +91,9 @@ def ways(step: Step) -> list[Variant]:
         return [(at_once,)]
     if not communicates(step.job):
         return [(as_captured,)]
-    result: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
+    result: list[Variant] = [(at_once,), (ordered,)]
     for ahead in AHEAD if may_pair(step) else ():
-        pairs = partial(paired, ahead=ahead)
-        result += [(pairs, ordered), (pairs, moved_across, ordered)]
+        result.append((partial(paired, ahead=ahead), ordered))
     return result
 
 
@@ -200,10 +198,8 @@ class Variants:
         for variant, begin_count in variants:
             if self._tried and self.context.watch.stopped:
                 break
-            plain = moved_across not in variant
             try:
                 before = self.step(variant[:-1])
-                plain &= before.schedule is self.first.schedule
                 key = id(before.job), before.schedule, variant[-1]
                 if key not in seen:
                     seen.add(key)
@@ -211,7 +207,7 @@ class Variants:
             except LeftOutError as error:
                 self._miss(str(error))
             except (PlanError, TooLargeError) as error:
-                if plain:
+                if before.schedule is self.first.schedule:
                     raise
                 self._miss(_stops(error))
 

@@ -1,14 +1,4 @@
-"""Schedules: what settings or arguments ask for, of each form of a step, and the passes that change one.
-
-`across` lets communications start in one window and be waited for in a later one of the same stage and
-microbatch. A job's programs say in which action an op runs. Two moves let a communication go on between
-actions, where each is a program's own; results stay the same, and memory is used for longer.
-
-    1. Where W runs as an action of its own: a start of W whose input is there by the end of I is I's last op.
-       What W waits for has then been under way since. A value that arrives for W only may come later.
-    2. A wait that nothing of its own program needs goes where its result is first needed; views of the result
-       go with it.
-"""
+"""Schedules: what settings or arguments ask for, of each form of a step, and the passes that change one."""
 
 from __future__ import annotations
 
@@ -16,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.ir.action import Phase, Schedule
-from stretto.ir.flow import PHASES, results_of
+from stretto.ir.action import Schedule
 from stretto.ir.forms import forms_of
-from stretto.ir.program import STARTS, WAIT, Job, Op, Stage
+from stretto.ir.program import Job
 from stretto.ir.stage_maps import AUTO, shared
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.pair import apart, equal_groups, full, of_stages, pair
@@ -152,15 +141,6 @@ def one_window(step: Step, context: Context) -> Step:
     return replace(step, schedule=joined, short=joined, overlap="window")
 
 
-def moved_across(step: Step, context: Context) -> Step:
-    """Communications go on from one window to the next (`across`)."""
-    split = split_stages(step.schedule)
-    job = context.once(step.job, ("across", split), lambda: across(step.job, split))
-    if job is step.job:
-        raise LeftOutError
-    return replace(step, job=job)
-
-
 def shorter(schedule: Schedule) -> Schedule:
     """The schedule by which steps are compared: of the first microbatches, at least 8; itself unless that is
     much less. Those of its slots that lose an action to it keep the rest."""
@@ -175,75 +155,3 @@ def of_short(step: Step) -> str:
     if step.short is step.schedule:
         return ""
     return f" for {step.short.microbatches} of {step.schedule.microbatches} microbatches"
-
-
-Programs = dict[Phase, tuple[Op, ...]]
-
-
-def split_stages(schedule: Schedule) -> frozenset[int]:
-    """Stages of which W is an action of its own, for any microbatch."""
-    actions = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
-    return frozenset(action.stage for action in actions if action.phase is Phase.W)
-
-
-def across(job: Job, split: frozenset[int]) -> Job:
-    """The job with these moves; the job itself where there is nothing to move. split: as `split_stages`."""
-    stages = tuple(_moved(job, stage, stage.index in split) for stage in job.stages)
-    if all(new is old for new, old in zip(stages, job.stages, strict=True)):
-        return job
-    return replace(job, stages=stages)
-
-
-def _moved(job: Job, stage: Stage, split: bool) -> Stage:
-    programs = {phase: tuple(stage.ops[phase]) for phase in PHASES}
-    if split:
-        programs = _starts_earlier(job, stage.index, programs)
-    programs = _waits_later(job, stage.index, programs, split)
-    same = all(tuple(stage.ops[phase]) == programs[phase] for phase in PHASES)
-    return stage if same else Stage(stage.index, programs)
-
-
-def _starts_earlier(job: Job, stage: int, programs: Programs) -> Programs:
-    """Step 1."""
-    later = {op.name for op in programs[Phase.W]}
-    later |= {edge.value for edge in job.edges if edge.target == stage and edge.user_phase is Phase.W}
-    ready = [op for op in programs[Phase.W] if op.target in STARTS and later.isdisjoint(op.uses)]
-    rest = tuple(op for op in programs[Phase.W] if op not in ready)
-    return {**programs, Phase.I: (*programs[Phase.I], *ready), Phase.W: rest}
-
-
-def _waits_later(job: Job, stage: int, programs: Programs, split: bool) -> Programs:
-    """Step 2. I and W are two actions only where the schedule splits them."""
-    leaves = {edge.value for edge in job.edges if edge.source == stage}
-    result = dict(programs)
-    for phase in PHASES[:2]:
-        if phase is Phase.I and not split:
-            continue
-        used_here: set[str] = set()
-        kept = leaves | results_of(job, stage, phase).keys()
-        waits = {op.uses[0] for op in result[phase] if op.target == WAIT}
-        later = [op for sub in PHASES[PHASES.index(phase) + 1 :] for op in result[sub]]
-        goes: list[Op] = []
-        stays: list[Op] = []
-        for op in reversed(result[phase]):
-            movable = op.target == WAIT or op.alias in waits
-            if (
-                movable
-                and op.name not in used_here | kept
-                and any(op.name in one.uses for one in later + goes)
-            ):
-                goes.append(op)
-            else:
-                stays.append(op)
-                used_here.update(op.uses)
-        if not goes:
-            continue
-        goes.reverse()
-        result[phase] = tuple(reversed(stays))
-        first = next(
-            sub
-            for sub in PHASES[PHASES.index(phase) + 1 :]
-            if any(op.name in other.uses for op in goes for other in result[sub])
-        )
-        result[first] = (*goes, *result[first])
-    return result

@@ -24,7 +24,7 @@ import torch
 
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
-from stretto.ir.collectives import KINDS, How
+from stretto.ir.collectives import KINDS
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
@@ -72,13 +72,13 @@ class SingleRankEnd(Transport):
         return self._collective(lane)
 
     def collective(
-        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         row, members = KINDS[kind], self.members_of(lane)
         if row.in_place:
             return self._collective(lane)
         me = members.index(self.rank)
-        parts = arrived(row, [value] * len(members), me, how)
+        parts = arrived(row, [value] * len(members), me)
         return self._collective(
             lane, lambda: put_together(row, result, parts[me : me + 1] if row.sums else parts, how)
         )

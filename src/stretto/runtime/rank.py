@@ -14,7 +14,7 @@ import torch
 from stretto.backend.dispatch_adapter import add_product, product
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, WITHIN
-from stretto.ir.collectives import KINDS, How
+from stretto.ir.collectives import KINDS
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.compile import CompiledWriter, Compiler
@@ -250,7 +250,7 @@ class RankState:
         self,
         name: str,
         kind: str,
-        how: How,
+        how: str,
         lane: str,
         value: torch.Tensor,
         size: int,

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.processor.control_groups import host
@@ -141,7 +140,7 @@ class TorchTransport(Transport):
         )
 
     def collective(
-        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         def begin() -> Any:
             return collectives.start(kind, result, value, self._group(lane), how)

@@ -18,7 +18,7 @@ import torch
 
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
-from stretto.ir.collectives import KINDS, How
+from stretto.ir.collectives import KINDS
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.tensor.dtensor_adapter import outside_modes as uncounted
@@ -74,7 +74,7 @@ class Transport(ABC):
 
     @abstractmethod
     def collective(
-        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         """One of a kind of `stretto.ir.collectives`: `value` is given, `result` written (one that works in
         place is given its result)."""
@@ -155,13 +155,13 @@ class ThreadTransport(Transport):
         return self._join(lane, value, lambda parts: value.copy_(parts[source]), {source})
 
     def collective(
-        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         members, row = self.members_of(lane), KINDS[kind]
 
         def finish(parts: dict[int, torch.Tensor]) -> None:
             given = [parts[member] for member in members]
-            put_together(row, result, arrived(row, given, members.index(self.rank), how), how)
+            put_together(row, result, arrived(row, given, members.index(self.rank)), how)
 
         return self._join(lane, value, finish, set(members))
 

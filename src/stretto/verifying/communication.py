@@ -93,8 +93,8 @@ class _StageProof:
     def start(self, op: Op, kind: Kind) -> Found:
         """A collective's arguments and shapes."""
         reductions = kind.reductions
-        if not _has_form(op, Ref, *([str] if reductions else [tuple] if kind.sized else []), str, int):
-            how = '"sum", ' if reductions else "sizes, " if kind.sized else ""
+        if not _has_form(op, Ref, *([str] if reductions else []), str, int):
+            how = '"sum", ' if reductions else ""
             yield "cannot be read", f"Write {op.target}(value, {how}axis, size) with one tensor as result"
             return
         group = list(self.group(op))
@@ -103,7 +103,7 @@ class _StageProof:
             return
         name, made, size = op.args[0].name, op.outputs[0], op.args[-1]
         source, want = self.spec(name), None
-        if source is not None and kind.knows(op.how, size):
+        if source is not None and kind.knows(op.how):
             want = kind.shape(source.shape, size, op.how)
         assert made is not None
         if source is None or (made.shape, made.dtype, op.alias) != (want, source.dtype, None):

@@ -293,7 +293,7 @@ def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorS
     shape, size = list(spec.shape), args[-1]
     if target in BY_TARGET:
         kind = BY_TARGET[target]
-        made = kind.shape(shape, size, args[1] if kind.has_how else "")
+        made = kind.shape(shape, size, args[1] if kind.reductions else "")
         assert made is not None, f"{target} of {spec}"
         return TensorSpec(made, spec.dtype)
     if target == EXCHANGE:
