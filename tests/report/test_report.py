@@ -17,7 +17,7 @@ from stretto.errors import UsageError
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
-from stretto.report.files import FIGURES, load_timeline, save_json
+from stretto.report.files import load_timeline, save_json
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.report.tables import comparison_grid, ranks_grid
@@ -109,26 +109,12 @@ def test_accounts_by_rank() -> None:
     assert rows[1][:4] == ("rank 1", "580 us (69.9%)", "30 us (3.6%)", "220 us (26.5%)")
 
 
-def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
-    """Its report needs timelines and figures alone, and says what is left out."""
-    full = load_run(run_dir)
-    assert full.figures is not None
-    FIGURES.save(full.figures, run_dir / "figures.json")
-    path = run_dir / "plan.json"
+def test_a_plan_of_another_version_is_refused_and_without_it_the_rest_is_reported(run_dir: Path) -> None:
+    full, path = load_run(run_dir), run_dir / "plan.json"
     path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 3', 1))
-    run = load_run(run_dir)
-    assert run.plan is None
-    assert run.prediction == full.prediction
-    assert run.notes == [
-        f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, "
-        "the costliest ops, and what would help by the plan's settings."
-    ]
-    page = render(run)
-    assert all(
-        words in page for words in ("Measured against predicted", "lower bound", "2 stages on 2 ranks")
-    )
-    # Of a run from before figures were kept, the timelines are left.
-    (run_dir / "figures.json").unlink()
+    with pytest.raises(UsageError, match=r"plan\.json.*version 3.*reads version"):
+        load_run(run_dir)
+    path.unlink()
     bare = load_run(run_dir)
     assert bare.prediction is not None
     assert bare.prediction.step_us == full.prediction.step_us if full.prediction else False

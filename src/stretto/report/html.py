@@ -14,10 +14,12 @@ from typing import Any
 
 from stretto.files.settings_file import flat
 from stretto.files.whole_file import write_file
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.ir.work import work_of
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, format_us, source_word
+from stretto.report.grid import Grid, counted, format_us, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
@@ -40,8 +42,8 @@ SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
-    name = run.figures.name if run.figures else run.path.name
-    about = f"{run.path} · {run.figures.about}" if run.figures else str(run.path)
+    name = run.plan.job.name if run.plan else run.path.name
+    about = f"{run.path} · {_about(run.plan)}" if run.plan else str(run.path)
     body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(about)}</p>']
     said = "".join(f"<li>{escape(words)}</li>" for words in run_findings(run))
     body.append(f'<ul class="findings">{said}</ul>')
@@ -71,6 +73,13 @@ def render(run: Run) -> str:
 def write_page(run: Run) -> None:
     """Write the page into the run's folder. Raises OSError."""
     write_file(run.path / REPORT, render(run))
+
+
+def _about(plan: Plan) -> str:
+    """Its schedule, what it runs on, where costs are from."""
+    schedule, microbatches = plan.schedule, counted(plan.job.microbatches, "microbatch")
+    where = f"{counted(schedule.stages, 'stage')} on {plan.where}"
+    return f"{schedule.family}, {where} · {microbatches} · costs: {plan.costs.source}"
 
 
 def _page_file(name: str) -> str:
@@ -125,11 +134,11 @@ def accounts_grid(run: Run) -> Grid | None:
 def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
     """Communication, why it is exposed, speed, who waits for whom, and what the model let see. timelines:
     those whose communication is listed."""
-    shown, known, seen = run.measured or run.simulated, run.figures, run.observed
+    shown, plan, seen = run.measured or run.simulated, run.plan, run.observed
     grids = [
         traffic_grid(timelines) if timelines else None,
-        None if shown is None else advice_grid(shown, run.plan),
-        None if known is None else rates_grid(known.work, run.timelines, known.world, run.summary),
+        None if shown is None else advice_grid(shown, plan),
+        None if plan is None else rates_grid(work_of(plan), run.timelines, plan.world, run.summary),
         None if run.measured is None else stalls_grid(run.measured),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),

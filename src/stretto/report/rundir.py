@@ -1,8 +1,6 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-Of the files of a run directory (`FILES`) any may be missing, or be of another version than this Stretto
-writes; the report states which. Timelines and figures are all that it needs of a step, so that a run outlives
-the version of its plan file.
+Of the files of a run directory (`FILES`) any may be missing; the report states which.
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ from typing import Any
 
 from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
-from stretto.files.typed_file import TypedFile, read_text
+from stretto.files.typed_file import read_text
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
-from stretto.ir.serialize import FILE as PLAN
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.files import FIGURES, OBSERVED, PlanFigures
-from stretto.report.files import FILE as TIMELINE
+from stretto.report.files import OBSERVED, load_timeline
 from stretto.simulating import predict, simulate
 from stretto.simulating.engine import accounts_of
 from stretto.verifying import verify
@@ -41,7 +37,6 @@ class Run:
     path: Path
     settings: dict[str, Any] | None = None
     plan: Plan | None = None
-    figures: PlanFigures | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
@@ -81,13 +76,10 @@ def load_run(path: str | Path) -> Run:
                 run.notes.append(
                     "The predicted timeline was not saved; it was simulated again from plan.json."
                 )
-        run.figures = PlanFigures.of(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
-    elif run.figures is not None:
-        run.prediction = run.figures.prediction
-    if run.prediction is None and run.simulated is not None:
+    elif run.simulated is not None:
         run.prediction = accounts_of(run.simulated)
-        run.notes.append("The lower bound is not known: neither plan.json nor figures.json has it.")
+        run.notes.append("The lower bound is not known without plan.json.")
     return run
 
 
@@ -98,16 +90,7 @@ def _load_directory(path: Path) -> Run:
         raise UsageError(f"cannot report on {path}: it has none of {', '.join(FILES)}")
     for name, of in FILES.items():
         if name in there:
-            try:
-                setattr(run, Path(name).stem, of.read(path / name))
-            except UsageError:
-                version = None if of.form is None else of.form.other_version(path / name)
-                if of.form is None or version is None:
-                    raise
-                run.notes.append(
-                    f"{name} is of version {version}, and this Stretto reads version {of.form.version}. "
-                    f"Left out: {of.left_out or of.what}."
-                )
+            setattr(run, Path(name).stem, of.read(path / name))
         elif not of.may_lack:
             run.notes.append(f"{name} is missing. Left out: {of.what}.")
     return run
@@ -143,29 +126,19 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
 @dataclass(frozen=True, slots=True)
 class RunFile:
     """A file of a run directory. what: its content. read: into the field of `Run` that is called as the file.
-    form: where it has a version; a run whose file is of another one is reported without it. may_lack: whether
-    it is made again, or is of some runs only. left_out: what is not in the report without it, where that is
-    more than its content."""
+    may_lack: whether it is made again, or is of some runs only."""
 
     what: str
     read: Callable[[Path], Any]
-    form: TypedFile[Any] | None = None
     may_lack: bool = False
-    left_out: str = ""
 
 
 FILES = {
     "settings.json": RunFile("the settings", _load_object),
-    "plan.json": RunFile(
-        "the plan",
-        LOAD_PLAN,
-        PLAN,
-        left_out="ops inside actions, the costliest ops, and what would help by the plan's settings",
-    ),
-    "figures.json": RunFile("the plan's figures", FIGURES.load, FIGURES, may_lack=True),
+    "plan.json": RunFile("the plan", LOAD_PLAN),
     "metrics.jsonl": RunFile("the loss and speed of each step", _load_lines),
-    "measured.json": RunFile("the measured timeline", TIMELINE.load, TIMELINE),
-    "simulated.json": RunFile("the predicted timeline", TIMELINE.load, TIMELINE, may_lack=True),
-    "observed.json": RunFile("what the model let see", OBSERVED.load, OBSERVED, may_lack=True),
+    "measured.json": RunFile("the measured timeline", load_timeline),
+    "simulated.json": RunFile("the predicted timeline", load_timeline, may_lack=True),
+    "observed.json": RunFile("what the model let see", OBSERVED.load, may_lack=True),
     SUMMARY: RunFile("the summary", _load_object),
 }
