@@ -21,7 +21,6 @@ from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
 from stretto.report.files import OBSERVED, load_timeline
 from stretto.simulating import predict, simulate
-from stretto.simulating.engine import accounts_of
 from stretto.verifying import verify
 
 SUMMARY = "summary.json"
@@ -32,7 +31,7 @@ LOAD_PLAN = partial(load_plan, edited=True)
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a run. `notes` states what is missing, or was created again."""
+    """What is known of a run. `notes` states what is missing."""
 
     path: Path
     settings: dict[str, Any] | None = None
@@ -70,16 +69,8 @@ def load_run(path: str | Path) -> Run:
         verify(run.plan)
         if run.plan.edited:
             run.notes.append("The plan's programs were edited after planning: they may compute another step.")
-        if run.simulated is None:
-            run.simulated = simulate(run.plan)
-            if path.is_dir():
-                run.notes.append(
-                    "The predicted timeline was not saved; it was simulated again from plan.json."
-                )
+        run.simulated = simulate(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
-    elif run.simulated is not None:
-        run.prediction = accounts_of(run.simulated)
-        run.notes.append("The lower bound is not known without plan.json.")
     return run
 
 
@@ -88,11 +79,11 @@ def _load_directory(path: Path) -> Run:
     there = [name for name in FILES if (path / name).is_file()]
     if not there:
         raise UsageError(f"cannot report on {path}: it has none of {', '.join(FILES)}")
-    for name, of in FILES.items():
+    for name, (read, what) in FILES.items():
         if name in there:
-            setattr(run, Path(name).stem, of.read(path / name))
-        elif not of.may_lack:
-            run.notes.append(f"{name} is missing. Left out: {of.what}.")
+            setattr(run, Path(name).stem, read(path / name))
+        elif what:
+            run.notes.append(f"{name} is missing. Left out: {what}.")
     return run
 
 
@@ -123,22 +114,13 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class RunFile:
-    """A file of a run directory. what: its content. read: into the field of `Run` that is called as the file.
-    may_lack: whether it is made again, or is of some runs only."""
-
-    what: str
-    read: Callable[[Path], Any]
-    may_lack: bool = False
-
-
-FILES = {
-    "settings.json": RunFile("the settings", _load_object),
-    "plan.json": RunFile("the plan", LOAD_PLAN),
-    "metrics.jsonl": RunFile("the loss and speed of each step", _load_lines),
-    "measured.json": RunFile("the measured timeline", load_timeline),
-    "simulated.json": RunFile("the predicted timeline", load_timeline, may_lack=True),
-    "observed.json": RunFile("what the model let see", OBSERVED.load, may_lack=True),
-    SUMMARY: RunFile("the summary", _load_object),
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "settings.json": (_load_object, "the settings"),
+    "plan.json": (LOAD_PLAN, "the plan"),
+    "metrics.jsonl": (_load_lines, "the loss and speed of each step"),
+    "measured.json": (load_timeline, "the measured timeline"),
+    "observed.json": (OBSERVED.load, ""),
+    SUMMARY: (_load_object, "the summary"),
 }
+"""What reads each file of a run directory into the field of `Run` that is called as the file, and what a
+report lacks without it; "" for what some runs only have."""
