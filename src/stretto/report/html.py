@@ -19,11 +19,12 @@ from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, counted, format_us, source_word
+from stretto.report.grid import Grid, counted, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
+from stretto.report.svg import step_line
 from stretto.report.tables import (
     comparison_grid,
     costliest_grid,
@@ -92,21 +93,12 @@ def _filled(name: str, **parts: str) -> str:
 
 def _panel(timeline: Timeline, title: str) -> str:
     """Where the scripts draw a timeline."""
-    line = _line(timeline)
+    line = step_line(timeline)
     return (
         f'<h3>{escape(title)} <small>{escape(line)}</small></h3><div class="lanes"><canvas tabindex="0" '
         f'role="application" aria-label="{escape(f"{title} timeline: {line}", quote=True)}. Keys: plus and '
         'minus zoom, arrows move, comma and full stop go from span to span." aria-describedby="status">'
         '</canvas><div class="pad"></div></div>'
-    )
-
-
-def _line(timeline: Timeline) -> str:
-    exposed = ", ".join(
-        f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
-    )
-    return (
-        f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
     )
 
 
