@@ -257,8 +257,8 @@ def encode(
     tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int], end: int
 ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
     """Token ids of full documents, in groups, each with `begin` before it and `end` behind, on all cores
-    (`RAYON_NUM_THREADS` limits them). Where a long document is cut, a tokenizer that looks further than a line
-    makes a few other tokens."""
+    (`RAYON_NUM_THREADS` limits them). Where a long document is cut, a tokenizer that looks further than a
+    line makes a few other tokens."""
     dtype = token_dtype(count(tokenizer))
 
     def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:
