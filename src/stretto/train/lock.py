@@ -1,7 +1,7 @@
 """One run at a time in a folder: a lock that ends with its process, and whose it is.
 
     <folder>/.lock          locked by the operating system for as long as rank 0 lives, however it ends
-    <folder>/.owner         whose it is, or was last, for the message that others get
+    <folder>/.owner         whose it is, for the message that others get
 
 The lock is `filelock`'s, which on file systems of a network is one lock for all hosts that mount them.
 """
@@ -68,6 +68,12 @@ def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
             f"cannot lock {folder}: {reason}; set {setting} to a folder that can be written to and locked"
         ) from None
     locks.callback(lock.release)
+
+    @locks.callback
+    def forget() -> None:
+        with suppress(OSError):
+            (folder / OWNER).unlink()
+
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     with suppress(OSError):  # a full disk is reported by what needs it
         write_file(folder / OWNER, f"process {os.getpid()} on host {socket.gethostname()}, since {since}")
