@@ -16,7 +16,6 @@ from benchmarks.moe import MoeRace
 from typer.testing import CliRunner
 
 import stretto
-from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.report import cost as cost_app
 from stretto.errors import StrettoError
@@ -467,7 +466,6 @@ def test_a_run_that_is_killed_has_written_a_part(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "c.json"
-    monkeypatch.setattr(calibrate_command, "KEEP_S", 0.0)
     seen: list[int] = []
 
     def look(op, specs, device):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from stretto.errors import UsageError
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
-from stretto.report.files import FIGURES, load_timeline, save_json
+from stretto.report.files import load_timeline, save_json
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.report.tables import comparison_grid, ranks_grid
@@ -34,7 +34,6 @@ def a_plan(**costs: float) -> Plan:
 def run_dir(tmp_path: Path) -> Path:
     plan = a_plan()
     save_plan(replace(plan, prediction=predict(plan)), tmp_path / "plan.json")
-    save_json(simulate(plan), tmp_path / "simulated.json")
     save_json(replace(simulate(a_plan(f_us=180)), source="measured"), tmp_path / "measured.json")
     lines = [{"step": k, "loss": 4.0 - k, "tokens_per_s": 1000.0} for k in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -76,13 +75,12 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
 
 
 def test_what_is_missing_is_left_out_and_said(run_dir: Path) -> None:
-    for name in ("metrics.jsonl", "measured.json", "simulated.json"):
+    for name in ("metrics.jsonl", "measured.json"):
         (run_dir / name).unlink()
     run = load_run(run_dir)
     assert run.notes == [
         "metrics.jsonl is missing. Left out: the loss and speed of each step.",
         "measured.json is missing. Left out: the measured timeline.",
-        "The predicted timeline was not saved; it was simulated again from plan.json.",
     ]
     page = render(run)
     assert "Left out" in page
@@ -109,31 +107,16 @@ def test_accounts_by_rank() -> None:
     assert rows[1][:4] == ("rank 1", "580 us (69.9%)", "30 us (3.6%)", "220 us (26.5%)")
 
 
-def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
-    """Its report needs timelines and figures alone, and says what is left out."""
-    full = load_run(run_dir)
-    assert full.figures is not None
-    FIGURES.save(full.figures, run_dir / "figures.json")
+def test_a_plan_of_another_version_is_refused_and_without_it_the_rest_is_reported(run_dir: Path) -> None:
     path = run_dir / "plan.json"
     path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 3', 1))
-    run = load_run(run_dir)
-    assert run.plan is None
-    assert run.prediction == full.prediction
-    assert run.notes == [
-        f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, "
-        "the costliest ops, and what would help by the plan's settings."
-    ]
-    page = render(run)
-    assert all(
-        words in page for words in ("Measured against predicted", "lower bound", "2 stages on 2 ranks")
-    )
-    # Of a run from before figures were kept, the timelines are left.
-    (run_dir / "figures.json").unlink()
-    bare = load_run(run_dir)
-    assert bare.prediction is not None
-    assert bare.prediction.step_us == full.prediction.step_us if full.prediction else False
-    assert "The lower bound is not known" in " ".join(bare.notes)
-    assert "faster than 0" not in render(bare)
+    with pytest.raises(UsageError, match=r"plan\.json.*version 3.*reads version"):
+        load_run(run_dir)
+    path.unlink()
+    page = render(load_run(run_dir))
+    assert "plan.json is missing" in page
+    assert "By rank, measured" in page
+    assert "faster than 0" not in page
 
 
 def test_a_plan_whose_programs_were_edited_is_said(run_dir: Path) -> None:
@@ -187,7 +170,7 @@ def test_the_suffix_says_what_is_written(run_dir: Path, name: str, begins: bytes
         ((), {"plan.json": b'{"format": "stretto plan"'}, "", r"plan\.json"),
         ((), {"metrics.jsonl": b'{"step": 0}\nnonsense\n{"step": 2}\n'}, "", r"metrics\.jsonl, line 2"),
         ((), {"metrics.jsonl": b'{"step": "\xff"}\n{}\n'}, "", r"metrics\.jsonl: not a text file"),
-        (("plan.json", "measured.json", "simulated.json"), {}, "a.svg", "nothing to draw"),
+        (("plan.json", "measured.json"), {}, "a.svg", "nothing to draw"),
         (("*",), {}, "", r"has none of settings\.json"),
         ((), {}, "a.png", "give one of .html, .perfetto-trace, .svg"),
     ],

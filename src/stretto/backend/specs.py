@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stretto.ir.program import Arg, Const, Ref, TensorSpec
+from stretto.ir.program import Arg, Const, Job, Ref, TensorSpec
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,3 +37,12 @@ def decoded(arg: Arg, value: Callable[[str], Any], device: torch.device | str) -
     if isinstance(arg, Const):
         return torch.device(device) if arg.kind == "device" else getattr(torch, arg.text)
     return arg
+
+
+def constants_of(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
+    """The job's constants, by the names that ops have for them."""
+    result = {}
+    for constant in job.constants:
+        built = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
+        result[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
+    return result

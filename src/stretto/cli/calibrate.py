@@ -5,7 +5,6 @@ measuring is done in `stretto.measure.calibrate`.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Warnings that are printed; of the others the count."""
-
-KEEP_S = 10.0
-"""The file is written about so often, so that a run that is killed has lost little. Assumed."""
 
 
 @command
@@ -105,18 +101,14 @@ def calibrate(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:
         task = bar.add_task("calibrating")
-        kept_s = time.monotonic()
 
         def keep() -> None:
-            nonlocal kept_s
             if rank == 0:
                 save_calibration(outcome.calibration, path)
-            kept_s = time.monotonic()
 
         def progress(what: str, done: int, of: int) -> None:
             bar.update(task, description=what, completed=done, total=of)
-            if time.monotonic() - kept_s > KEEP_S:
-                keep()
+            keep()  # so that a run that is killed has lost little
 
         try:
             if not traces_only:

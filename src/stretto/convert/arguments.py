@@ -124,15 +124,14 @@ def _expected(row: Flag) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """values: by dotted key. culprits: the flags of each key, as written. made_of: the same as a text; of a
-    key that no flag made, why it is there. fates: of each flag that was decided, and what is said of it.
-    absent: what Megatron does where a flag is not given, and Stretto cannot. refused: why nothing can be
-    written. others: what else was written, with what became of it, and why."""
+    """values: by dotted key. made_of: the flags of each key, as written; of a key without, why it is there.
+    fates: of each decided flag, and what is said of it. absent: what Megatron does where a flag is not
+    given, and Stretto cannot. refused: why nothing can be written. others: what else was written, with what
+    became of it, and why."""
 
     given: Mapping[str, Given]
     values: dict[str, Any] = field(default_factory=dict)
     made_of: dict[str, str] = field(default_factory=dict)
-    culprits: dict[str, tuple[str, ...]] = field(default_factory=dict)
     fates: dict[str, tuple[Fate, str]] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -153,10 +152,9 @@ class Tally:
 
     def put(self, key: str, value: Any, *names: str, why: str = "") -> None:
         """A setting, and the flags that it is made of. why: where no flag is given."""
-        from_flags = tuple(self.written(name) for name in names if self.is_given(name))
+        from_flags = [self.written(name) for name in names if self.is_given(name)]
         defaults = [name for name in names if not self.is_given(name)]
         self.values[key] = value
-        self.culprits[key] = from_flags
         self.made_of[key] = ", ".join(from_flags) or why or f"Megatron's default of {', '.join(defaults)}"
         for name in names:
             if self.is_given(name):

@@ -109,13 +109,8 @@ def _faults(tally: Tally, text: str) -> list[str]:
         if not source:
             # A fault between settings, which names them.
             words = re.findall(r"\w+", line)
-            culprits = [
-                flag
-                for key, flags in tally.culprits.items()
-                if key.rpartition(".")[2] in words
-                for flag in flags
-            ]
-            source = ", ".join(dict.fromkeys(culprits)) or "together"
+            made_of = (made for key, made in tally.made_of.items() if key.rpartition(".")[2] in words)
+            source = ", ".join(dict.fromkeys(made_of)) or "together"
         worded.append(f"{source}: {line}")
     return worded
 

@@ -147,17 +147,6 @@ class TypedFile(Generic[T]):
                 f"{self.version}. {self.make}"
             )
 
-    def other_version(self, path: str | os.PathLike[str]) -> int | None:
-        """The version of a file of this kind that `load` refuses for that; None for all others."""
-        try:
-            data = parse_json(read_text(path, self.what))
-        except (UsageError, ValueError):
-            return None
-        if type(data) is not dict or data.get("format") != self.format:
-            return None
-        version = data.get("version")
-        return version if type(version) is int and version != self.version else None
-
     def load(self, path: str | os.PathLike[str]) -> T:
         """Read the file. Raises UsageError as `from_text`, and for a file that cannot be read."""
         return self.from_text(read_text(path, self.what), os.fspath(path))

@@ -149,10 +149,6 @@ class Lab:
         if faults:
             raise StrettoError("the lab could not remove all that it made:\n  " + "\n  ".join(faults))
 
-    def address(self, host: int) -> str:
-        """IPv4 address of a host."""
-        return network.address(host)
-
     def namespace(self, host: int) -> str:
         """Name of a host's network namespace, for `ip netns exec NAME COMMAND`."""
         return self._require_open().host(host)

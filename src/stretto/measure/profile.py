@@ -32,7 +32,7 @@ import torch
 
 from stretto.backend.dispatch_adapter import add_product, resolve
 from stretto.backend.process_memory import keep_freed_memory
-from stretto.backend.specs import decoded
+from stretto.backend.specs import constants_of, decoded
 from stretto.ir.action import Phase
 from stretto.ir.collectives import BY_TARGET, Kind
 from stretto.ir.flow import PHASES, inputs_of, is_external
@@ -185,7 +185,7 @@ def typical(times: Sequence[float]) -> float:
 def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch.Tensor]:
     """Step 1: every value that the stage reads and does not make."""
     specs = specs_of(job)
-    constants = {f"const/{c.name}": c for c in job.constants}
+    constants = constants_of(job, device)
     made_here = {op.name for ops in stage.ops.values() for op in ops}
     vectors = (p.name for p in job.parameters if len(p.spec.shape) == 1)
     scales = {f"param/{name}" for name in vectors if name.rpartition(".")[2] == "weight"}
@@ -204,9 +204,7 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 dtype = getattr(torch, job.loss_spec.dtype)
                 made[name] = torch.tensor(job.tangent, dtype=dtype, device=device)
             elif name in constants:
-                result = constants[name]
-                dtype = getattr(torch, result.spec.dtype)
-                made[name] = torch.tensor(result.data, dtype=dtype, device=device).reshape(result.spec.shape)
+                made[name] = constants[name]
             else:
                 made[name] = made_up_tensor(specs[name], generator, device, says.get(name))
                 if name in scales:

@@ -14,14 +14,17 @@ from typing import Any
 
 from stretto.files.settings_file import flat
 from stretto.files.whole_file import write_file
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.ir.work import work_of
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, format_us, source_word
+from stretto.report.grid import Grid, counted, source_word
 from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
 from stretto.report.rundir import Run
+from stretto.report.svg import step_line
 from stretto.report.tables import (
     comparison_grid,
     costliest_grid,
@@ -40,8 +43,8 @@ SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
-    name = run.figures.name if run.figures else run.path.name
-    about = f"{run.path} · {run.figures.about}" if run.figures else str(run.path)
+    name = run.plan.job.name if run.plan else run.path.name
+    about = f"{run.path} · {_about(run.plan)}" if run.plan else str(run.path)
     body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(about)}</p>']
     said = "".join(f"<li>{escape(words)}</li>" for words in run_findings(run))
     body.append(f'<ul class="findings">{said}</ul>')
@@ -73,6 +76,13 @@ def write_page(run: Run) -> None:
     write_file(run.path / REPORT, render(run))
 
 
+def _about(plan: Plan) -> str:
+    """Its schedule, what it runs on, where costs are from."""
+    schedule, microbatches = plan.schedule, counted(plan.job.microbatches, "microbatch")
+    where = f"{counted(schedule.stages, 'stage')} on {plan.where}"
+    return f"{schedule.family}, {where} · {microbatches} · costs: {plan.costs.source}"
+
+
 def _page_file(name: str) -> str:
     return files("stretto.report").joinpath("page", name).read_text(encoding="utf-8")
 
@@ -83,21 +93,12 @@ def _filled(name: str, **parts: str) -> str:
 
 def _panel(timeline: Timeline, title: str) -> str:
     """Where the scripts draw a timeline."""
-    line = _line(timeline)
+    line = step_line(timeline)
     return (
         f'<h3>{escape(title)} <small>{escape(line)}</small></h3><div class="lanes"><canvas tabindex="0" '
         f'role="application" aria-label="{escape(f"{title} timeline: {line}", quote=True)}. Keys: plus and '
         'minus zoom, arrows move, comma and full stop go from span to span." aria-describedby="status">'
         '</canvas><div class="pad"></div></div>'
-    )
-
-
-def _line(timeline: Timeline) -> str:
-    exposed = ", ".join(
-        f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
-    )
-    return (
-        f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
     )
 
 
@@ -125,11 +126,11 @@ def accounts_grid(run: Run) -> Grid | None:
 def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
     """Communication, why it is exposed, speed, who waits for whom, and what the model let see. timelines:
     those whose communication is listed."""
-    shown, known, seen = run.measured or run.simulated, run.figures, run.observed
+    shown, plan, seen = run.measured or run.simulated, run.plan, run.observed
     grids = [
         traffic_grid(timelines) if timelines else None,
-        None if shown is None else advice_grid(shown, run.plan),
-        None if known is None else rates_grid(known.work, run.timelines, known.world, run.summary),
+        None if shown is None else advice_grid(shown, plan),
+        None if plan is None else rates_grid(work_of(plan), run.timelines, plan.world, run.summary),
         None if run.measured is None else stalls_grid(run.measured),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),

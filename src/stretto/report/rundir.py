@@ -1,8 +1,6 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-Of the files of a run directory (`FILES`) any may be missing, or be of another version than this Stretto
-writes; the report states which. Timelines and figures are all that it needs of a step, so that a run outlives
-the version of its plan file.
+Of the files of a run directory (`FILES`) any may be missing; the report states which.
 """
 
 from __future__ import annotations
@@ -15,17 +13,14 @@ from typing import Any
 
 from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
-from stretto.files.typed_file import TypedFile, read_text
+from stretto.files.typed_file import read_text
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
-from stretto.ir.serialize import FILE as PLAN
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.files import FIGURES, OBSERVED, PlanFigures
-from stretto.report.files import FILE as TIMELINE
+from stretto.report.files import OBSERVED, load_timeline
 from stretto.simulating import predict, simulate
-from stretto.simulating.engine import accounts_of
 from stretto.verifying import verify
 
 SUMMARY = "summary.json"
@@ -36,12 +31,11 @@ LOAD_PLAN = partial(load_plan, edited=True)
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a run. `notes` states what is missing, or was created again."""
+    """What is known of a run. `notes` states what is missing."""
 
     path: Path
     settings: dict[str, Any] | None = None
     plan: Plan | None = None
-    figures: PlanFigures | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
@@ -75,19 +69,8 @@ def load_run(path: str | Path) -> Run:
         verify(run.plan)
         if run.plan.edited:
             run.notes.append("The plan's programs were edited after planning: they may compute another step.")
-        if run.simulated is None:
-            run.simulated = simulate(run.plan)
-            if path.is_dir():
-                run.notes.append(
-                    "The predicted timeline was not saved; it was simulated again from plan.json."
-                )
-        run.figures = PlanFigures.of(run.plan)
+        run.simulated = simulate(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
-    elif run.figures is not None:
-        run.prediction = run.figures.prediction
-    if run.prediction is None and run.simulated is not None:
-        run.prediction = accounts_of(run.simulated)
-        run.notes.append("The lower bound is not known: neither plan.json nor figures.json has it.")
     return run
 
 
@@ -96,20 +79,11 @@ def _load_directory(path: Path) -> Run:
     there = [name for name in FILES if (path / name).is_file()]
     if not there:
         raise UsageError(f"cannot report on {path}: it has none of {', '.join(FILES)}")
-    for name, of in FILES.items():
+    for name, (read, what) in FILES.items():
         if name in there:
-            try:
-                setattr(run, Path(name).stem, of.read(path / name))
-            except UsageError:
-                version = None if of.form is None else of.form.other_version(path / name)
-                if of.form is None or version is None:
-                    raise
-                run.notes.append(
-                    f"{name} is of version {version}, and this Stretto reads version {of.form.version}. "
-                    f"Left out: {of.left_out or of.what}."
-                )
-        elif not of.may_lack:
-            run.notes.append(f"{name} is missing. Left out: {of.what}.")
+            setattr(run, Path(name).stem, read(path / name))
+        elif what:
+            run.notes.append(f"{name} is missing. Left out: {what}.")
     return run
 
 
@@ -140,32 +114,13 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class RunFile:
-    """A file of a run directory. what: its content. read: into the field of `Run` that is called as the file.
-    form: where it has a version; a run whose file is of another one is reported without it. may_lack: whether
-    it is made again, or is of some runs only. left_out: what is not in the report without it, where that is
-    more than its content."""
-
-    what: str
-    read: Callable[[Path], Any]
-    form: TypedFile[Any] | None = None
-    may_lack: bool = False
-    left_out: str = ""
-
-
-FILES = {
-    "settings.json": RunFile("the settings", _load_object),
-    "plan.json": RunFile(
-        "the plan",
-        LOAD_PLAN,
-        PLAN,
-        left_out="ops inside actions, the costliest ops, and what would help by the plan's settings",
-    ),
-    "figures.json": RunFile("the plan's figures", FIGURES.load, FIGURES, may_lack=True),
-    "metrics.jsonl": RunFile("the loss and speed of each step", _load_lines),
-    "measured.json": RunFile("the measured timeline", TIMELINE.load, TIMELINE),
-    "simulated.json": RunFile("the predicted timeline", TIMELINE.load, TIMELINE, may_lack=True),
-    "observed.json": RunFile("what the model let see", OBSERVED.load, OBSERVED, may_lack=True),
-    SUMMARY: RunFile("the summary", _load_object),
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "settings.json": (_load_object, "the settings"),
+    "plan.json": (LOAD_PLAN, "the plan"),
+    "metrics.jsonl": (_load_lines, "the loss and speed of each step"),
+    "measured.json": (load_timeline, "the measured timeline"),
+    "observed.json": (OBSERVED.load, ""),
+    SUMMARY: (_load_object, "the summary"),
 }
+"""What reads each file of a run directory into the field of `Run` that is called as the file, and what a
+report lacks without it; "" for what some runs only have."""

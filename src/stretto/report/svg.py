@@ -21,7 +21,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import rows_of, span_category
-from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
+from stretto.report.grid import counted, format_bytes, format_us, source_word
 from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -65,7 +65,7 @@ def draw(timelines: Sequence[Timeline]) -> str:
     names = [source_word(timeline.source) for timeline in timelines]
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
-        picture.title(title, *_accounts(timeline))
+        picture.title(title, step_line(timeline))
         picture.timeline(timeline)
     return picture.svg("; ".join(names))
 
@@ -148,13 +148,10 @@ class _Picture:
 
     # --- one timeline -------------------------------------------------------------------------------
 
-    def title(self, title: str, before: str, strong: str = "", after: str = "") -> None:
-        """A title, and a line of figures below it of which some are strong."""
+    def title(self, title: str, line: str) -> None:
+        """A title, and a line of figures below it."""
         self.text(14, self.y + 20, title, "title")
-        strong = strong and f'<tspan class="strong">{escape(strong)}</tspan>'
-        self.out.append(
-            f'<text x="14" y="{self.y + 37:.1f}" class="quiet">{escape(before)}{strong}{escape(after)}</text>'
-        )
+        self.text(14, self.y + 37, line, "quiet")
         self.y += TITLE_PX
 
     def timeline(self, timeline: Timeline) -> None:
@@ -280,15 +277,13 @@ class _Picture:
         return y + LEGEND_PX - 12
 
 
-def _accounts(timeline: Timeline) -> tuple[str, str, str]:
-    """The line of figures: before, strong, after."""
-    ranks, of = max(1, timeline.ranks), 1 / timeline.step_us if timeline.step_us else 0.0
-    exposed_us = sum(timeline.by_rank(SpanKind.EXPOSED)) / ranks
-    bubble_us = sum(timeline.by_rank(SpanKind.BUBBLE)) / ranks
+def step_line(timeline: Timeline) -> str:
+    """A step's figures in one line."""
+    exposed = ", ".join(
+        f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
+    )
     return (
-        f"step {format_us(timeline.step_us)} · mean of the {timeline.counted}: ",
-        f"exposed communication {format_us(exposed_us)} ({format_share(exposed_us * of)})",
-        f" · bubble {format_us(bubble_us)} ({format_share(bubble_us * of)})",
+        f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from stretto.backend.specs import constants_of
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Window
@@ -32,15 +33,6 @@ from stretto.runtime.transport import Transport
 NOTED_STEPS = 8
 """First steps in which means over unequal numbers are looked for. Assumed: labels that differ do so soon."""
 PHASES = (Phase.F, Phase.I, Phase.W)
-
-
-def constants_of(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
-    """The job's constants, by the names that ops have for them."""
-    result = {}
-    for constant in job.constants:
-        built = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
-        result[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
-    return result
 
 
 class Alone:

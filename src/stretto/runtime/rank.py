@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from stretto.backend.dispatch_adapter import add_product, product
+from stretto.backend.specs import constants_of
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, WITHIN
 from stretto.ir.collectives import KINDS
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.runtime.compile import CompiledWriter, Compiler
-from stretto.runtime.counting import Divisor, constants_of
+from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import ObservedWatch

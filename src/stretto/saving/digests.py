@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, TypeVar
 
 from stretto.errors import UsageError
 from stretto.files.codec import Fits
@@ -24,7 +24,6 @@ ELSE = "take another checkpoint (of a run, by checkpoint.resume), or start again
 """What to do about one that cannot be read."""
 BYTES = 16
 """Of a digest: two checkpoints of different content never share one by accident."""
-BLOCK_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -54,15 +53,6 @@ FILE = TypedFile(Digests, "stretto-digests", 1, "digests", "Take another checkpo
 def digest_of(data: bytes | memoryview) -> str:
     """BLAKE2b, which every Python has; 1 GB/s or more."""
     return hashlib.blake2b(data, digest_size=BYTES).hexdigest()
-
-
-def digest_of_next(file: BinaryIO, nbytes: int) -> str:
-    """Of so many bytes from where the file is, a block at a time."""
-    digest = hashlib.blake2b(digest_size=BYTES)
-    while nbytes and (block := file.read(min(nbytes, BLOCK_BYTES))):
-        digest.update(block)
-        nbytes -= len(block)
-    return digest.hexdigest()
 
 
 def sealed(files: Mapping[str, bytes]) -> bytes:

@@ -49,7 +49,6 @@ from stretto.saving.digests import (
     Digest,
     FileName,
     digest_of,
-    digest_of_next,
     parsed,
     read_checked,
     reason,
@@ -287,10 +286,8 @@ def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> by
 def _digested(folder: Path, results: Sequence[WriteResult]) -> list[tuple[WriteResult, str]]:
     """With the digests of what was written; read from the system's cache."""
     digested: list[tuple[WriteResult, str]] = []
-    for name in sorted({one.storage_data.relative_path for one in results}):
-        with (folder / name).open("rb") as file:
-            for one in results:
-                if one.storage_data.relative_path == name:
-                    file.seek(one.storage_data.offset)
-                    digested.append((one, digest_of_next(file, one.storage_data.length)))
+    for one in results:
+        with (folder / one.storage_data.relative_path).open("rb") as file:
+            file.seek(one.storage_data.offset)
+            digested.append((one, digest_of(file.read(one.storage_data.length))))
     return digested

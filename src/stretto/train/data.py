@@ -20,7 +20,6 @@ import hashlib
 import json
 import mmap
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,8 +48,6 @@ MIN_HELD_OUT_DOCUMENTS = 8
 """With fewer than this to keep out, documents are too coarse: their ends are held out instead."""
 FILES = ("tokenizer.json", "train.npy", "held_out.npy")
 """What a run reads; data is equal where these are, wherever they are kept."""
-PROGRESS_S = 2.0
-"""Seconds between two lines of progress."""
 MANIFEST = "manifest.json"
 
 
@@ -157,17 +154,8 @@ def _build(
         learned = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
         given = GivenTokenizer(learned)
     tokenizer = given.tokenizer
-    done_chars, said_s = 0, time.monotonic()
-
-    def done(more_chars: int) -> None:
-        nonlocal done_chars, said_s
-        done_chars += more_chars
-        if time.monotonic() - said_s >= PROGRESS_S:
-            said_s = time.monotonic()
-            say(f"tokens: {done_chars / 1e6:.1f} of {chars / 1e6:.1f} MB of text")
-
-    train = _write_tokens(folder / "train.npy", given, side(held_out=False), done)
-    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), done)
+    train = _write_tokens(folder / "train.npy", given, side(held_out=False))
+    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True))
     if not len(train) or not len(held_out):
         raise UsageError(f"data.paths: the text, {chars} characters, is too short to keep out {fraction:.1%}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -196,20 +184,16 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def _write_tokens(
-    path: Path, given: GivenTokenizer, texts: Iterator[str], done: Callable[[int], None]
-) -> Tokens:
-    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory. done:
-    gets how many characters they were."""
+def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str]) -> Tokens:
+    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
     dtype = bpe.token_dtype(bpe.count(given.tokenizer))
     count = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
-        for chars, ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
+        for ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
             count += len(ids)
-            done(chars)
         # NumPy pads headers so that the first dim can grow in its line.
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})

@@ -16,8 +16,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
-AGAIN_S = 0.02
-"""When a signal is handled again that a callback has swallowed. Assumed: longer than most callbacks."""
 
 
 class Stops:
@@ -75,8 +73,8 @@ class Interrupts(Stops):
 
     Call it in the main thread. `received` stays set, because libraries turn exceptions that cross them into
     others. When the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends
-    the process. Where Python handles the signal inside a callback or a destructor, which cannot raise, it
-    would print the exception and go on: the signal is handled once more, a moment later.
+    the process. So it does where Python handles the signal inside a callback or a destructor, which cannot
+    raise.
     """
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
@@ -86,7 +84,6 @@ class Interrupts(Stops):
         self._ending = False
         self._stuck = stuck
         self._left = threading.Event()
-        self._again: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
         super().__enter__()
@@ -102,8 +99,6 @@ class Interrupts(Stops):
     def __exit__(self, *_: object) -> None:
         self._left.set()
         sys.unraisablehook = self._hook_before
-        if self._again is not None:
-            self._again.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
         super().__exit__()
         self._sender.close()
@@ -124,15 +119,8 @@ class Interrupts(Stops):
                 raise self.received
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        if not isinstance(error, Interrupted) or error is not self.received or self._ending:
+        if unraisable.exc_value is None or unraisable.exc_value is not self.received:
             self._hook_before(unraisable)
-            return
-        self.received = None
-        main = threading.main_thread().ident
-        self._again = threading.Timer(AGAIN_S, lambda: signal.pthread_kill(main or 0, error.signum))
-        self._again.daemon = True
-        self._again.start()
 
     def _watch(self) -> None:
         with self._receiver:

@@ -1,7 +1,7 @@
 """One run at a time in a folder: a lock that ends with its process, and whose it is.
 
     <folder>/.lock          locked by the operating system for as long as rank 0 lives, however it ends
-    <folder>/.owner.json    whose it is, for the message that others get
+    <folder>/.owner         whose it is, for the message that others get
 
 The lock is `filelock`'s, which on file systems of a network is one lock for all hosts that mount them.
 """
@@ -9,7 +9,6 @@ The lock is `filelock`'s, which on file systems of a network is one lock for all
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import warnings
@@ -22,11 +21,10 @@ from filelock import FileLock, Timeout
 
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError, UsageError
-from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 
 LOCK = ".lock"
-OWNER = ".owner.json"
+OWNER = ".owner"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot lock, where `filelock` has no way of its own."""
 
@@ -74,18 +72,16 @@ def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
     @locks.callback
     def forget() -> None:
         with suppress(OSError):
-            (folder / OWNER).unlink(missing_ok=True)
+            (folder / OWNER).unlink()
 
     since = datetime.now().astimezone().isoformat(" ", "seconds")
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     with suppress(OSError):  # a full disk is reported by what needs it
-        write_file(folder / OWNER, json.dumps(owner) + "\n")
+        write_file(folder / OWNER, f"process {os.getpid()} on host {socket.gethostname()}, since {since}")
 
 
 def _owner(folder: Path) -> str:
     """Who has the lock; it writes its name just after it has it."""
     try:
-        owner = parse_json((folder / OWNER).read_text(encoding="utf-8"))
-        return f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return (folder / OWNER).read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return "a process that has not written which"

@@ -1,7 +1,7 @@
 """What a run leaves in its folder besides checkpoints, and what is printed at its end; by rank 0.
 
-The files: settings.json, plan.json, figures.json, simulated.json, metrics.jsonl (a line a step, which
-TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summary.json, report.html.
+The files: settings.json, plan.json, metrics.jsonl (a line a step, which TensorBoard gets too), measured.json,
+observed.json, trace.perfetto-trace, summary.json, report.html.
 `stretto report` reads them.
 """
 
@@ -27,14 +27,13 @@ from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import Work, work_of
-from stretto.report.files import FIGURES, OBSERVED, PlanFigures
+from stretto.report.files import OBSERVED
 from stretto.report.findings import stalls_grid
 from stretto.report.html import REPORT, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
 from stretto.runtime.rank_tensors import full_spec
-from stretto.simulating import simulate
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
@@ -45,7 +44,7 @@ METRICS = "metrics.jsonl"
 SEEN = "observed.json"
 RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
 """What a run leaves at its end."""
-BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
+BEGINNING = ("settings.json", "plan.json", METRICS, "tensorboard")
 """What it has from its beginning."""
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
@@ -197,8 +196,6 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
         plan.save(run_dir / "plan.json")
-        FIGURES.save(PlanFigures.of(plan), run_dir / "figures.json")
-        simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
         for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)

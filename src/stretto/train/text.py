@@ -255,13 +255,10 @@ def pieces(text: str) -> Iterator[str]:
 
 def encode(
     tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int], end: int
-) -> Iterator[tuple[int, npt.NDArray[np.unsignedinteger]]]:
-    """Token ids of full documents, in groups, each with `begin` before it and `end` behind.
-
-    Yields the number of characters and the ids of a group, on all cores (`RAYON_NUM_THREADS` limits them).
-    Where a long document is cut into pieces, a tokenizer that looks further than a line makes a few other
-    tokens.
-    """
+) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+    """Token ids of full documents, in groups, each with `begin` before it and `end` behind, on all cores
+    (`RAYON_NUM_THREADS` limits them). Where a long document is cut, a tokenizer that looks further than a
+    line makes a few other tokens."""
     dtype = token_dtype(count(tokenizer))
 
     def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:
@@ -279,10 +276,10 @@ def encode(
             group.append((piece, number == 0, number == len(cut) - 1))
             chars += len(piece)
             if chars >= GROUP_CHARS:
-                yield chars, ids_of(group)
+                yield ids_of(group)
                 group, chars = [], 0
     if group:
-        yield chars, ids_of(group)
+        yield ids_of(group)
 
 
 @dataclass(frozen=True, slots=True)
