@@ -53,8 +53,9 @@ class Node:
 
     lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
         share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
-        message's time.
-    start: for a FINISH, the node that starts what it waits for.
+        message's time; for a FINISH whose start is in an earlier window, when its collective ends, counted
+        from the window's begin.
+    start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
     lazy: costs nothing and allocates nothing (waits, views), so it may come directly before its first user.
     """
 
@@ -236,8 +237,13 @@ class _GraphMaker:
             return Node(item, role, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
             start = self._maker(item.part, op.uses[0])
-            assert start >= 0, "a wait is in the program of its start"
-            return Node(item, Role.FINISH, work_us, start=start, lazy=True)
+            us = 0.0
+            begun = self.ops[item.part].get(op.uses[0])
+            if start < 0 and begun is not None and begun.collective is not None:
+                # It may have started just before the window: its wait comes as late as can be.
+                asked = begun.collective
+                us = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes).us
+            return Node(item, Role.FINISH, work_us, time_us=us, start=start, lazy=True)
         view = op.alias is not None and not work_us
         return Node(item, Role.COMPUTE, work_us, lazy=view)
 

@@ -1,8 +1,9 @@
 """What the ranks of a walk share: collectives, messages, and how fast a lane works meanwhile.
 
 1. `WindowResources`, of a window by itself, has one rank and the lanes of its collectives, each with its time
-   for itself; while these take a share of the processor, compute goes slower by that share. Messages are
-   there. What is under way is then known to its end, so time may go on op by op, without events.
+   for itself; while these take a share of the processor, compute goes slower by that share. Other ranks
+   are known by when their messages arrive. What is under way is then known to its end, so time may go on
+   op by op, without events.
 2. `StepResources`, of a step in which each rank has one window, is the simulation's: collectives, messages,
    shared cards, what they take of processors. So an order takes as long here as it takes when it is
    simulated, but for what follows a step's last window.
@@ -41,15 +42,19 @@ class WindowResources:
         end_us = self._free_us[node.lane] = begin_us + node.time_us
         if node.load > 0.0 and node.time_us > 0.0:
             self._flights.append((begin_us, end_us, node.load))
-        moment = Moment()
-        moment.happened, moment.us = end_us <= self.clock.now_us, end_us
-        if not moment.happened:
-            self.clock.at(end_us, partial(moment.happen, self.clock))
-        return moment
+        return self._at(end_us)
 
     def arrival(self, node: Node, microbatch: int) -> Moment | None:
-        """When the message is there for which a node waits; None: it is."""
-        return None
+        """When what comes from outside the window is there, for a node that waits for it; None: at once."""
+        return self._at(node.time_us)
+
+    def _at(self, time_us: float) -> Moment:
+        """A moment at that time, or that has been."""
+        moment = Moment()
+        moment.happened, moment.us = time_us <= self.clock.now_us, time_us
+        if not moment.happened:
+            self.clock.at(time_us, partial(moment.happen, self.clock))
+        return moment
 
     def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
         """Let the lane work; `then` is called at its end."""

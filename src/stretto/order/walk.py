@@ -142,9 +142,9 @@ class LaneWalk(ABC):
     def _arrival(self, index: int) -> Moment | None:
         """What a wait or a receive waits for; None when it is there."""
         node = self.graph.nodes[index]
-        if node.role is Role.FINISH:
+        if node.role is Role.FINISH and node.start >= 0:
             moment: Moment | None = self._started[node.start]
-        elif node.role is Role.RECEIVE:
+        elif node.role is Role.FINISH or node.role is Role.RECEIVE:
             moment = self._resources.arrival(node, self._microbatch(node))
         else:
             return None
@@ -178,7 +178,8 @@ class LaneWalk(ABC):
             if self.memory is not None:
                 self.memory.take(index)
             if node.role is Role.FINISH:
-                late_us += self._straggler.meet(now_us + late_us - self._started[node.start].us)
+                done_us = self._started[node.start].us if node.start >= 0 else node.time_us
+                late_us += self._straggler.meet(now_us + late_us - done_us)
         return late_us, work_us
 
     def _busy(self, index: int, late_us: float, work_us: float) -> bool:

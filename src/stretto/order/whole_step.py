@@ -215,7 +215,7 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Node
     path_us: dict[tuple[int, int], float] = {}
     for key in TopologicalSorter(after).static_order():
         _, node = nodes[key]
-        leads = node.role in (Role.START, Role.SEND)
+        leads = node.role in (Role.START, Role.SEND) and after[key]
         behind_us = max((path_us[other] for other in after[key]), default=0.0)
         path_us[key] = node.work_us + (node.time_us if leads else 0.0) + behind_us
     return {

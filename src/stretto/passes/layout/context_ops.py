@@ -143,8 +143,8 @@ class StepOps:
             self._names[key] = self.out.emit(CAT, refs, dim, name=name)
         return self._names[key]
 
-    def rows(self, x: str, start: int, end: int, dim: int = ROWS) -> str:
-        """A slice; of what was joined, the parts of it."""
+    def rows(self, x: str, start: int, end: int, dim: int = ROWS, own: bool = False) -> str:
+        """A slice; of what was joined, the parts of it. own: of a rank's rows, where all see all keys."""
         if (start, end) == (0, self.shape(x)[dim]):
             return x
         x = self.cats.get(x, x)
@@ -157,16 +157,17 @@ class StepOps:
                 inside.append(part.name)
         if inside and sum(self.shape(part)[dim] for part in inside) == end - start:
             return self.joined(inside, dim)
-        return self.out.emit("aten.slice.Tensor", Ref(x), dim, start, end, name=f"{x}_rows")
+        source = self.own(x) if self.kind == "ulysses" and dim == ROWS and own else x
+        return self.out.emit("aten.slice.Tensor", Ref(source), dim, start, end, name=f"{x}_rows")
 
     def own(self, x: str) -> str:
         """A rank's part of the sequence, of which it goes on with some rows."""
-        return self.once(f"own_{x}", lambda: self.emit("own", OWN, Ref(x), self.axis)) if self.halves else x
+        return self.once(f"own_{x}", lambda: self.emit("own", OWN, Ref(x), self.axis)) if self.axis else x
 
     def parts(self, x: str) -> list[str]:
         """Rows of chunks, one chunk behind another."""
         ends = [*accumulate(self.lengths)] or [self.shape(x)[ROWS]]
-        return [self.rows(x, start, end) for start, end in pairwise((0, *ends))]
+        return [self.rows(x, start, end, own=True) for start, end in pairwise((0, *ends))]
 
     def of_blocks(self, x: str, what: str) -> str:
         """(batch, heads, blocks, rows of one, ...)"""

@@ -141,7 +141,8 @@ class KernelCalls:
     def _keys(self, tile: Tile, pair: tuple[str, str]) -> list[str]:
         if tile.seen in (0, self.ops.shape(pair[0])[ROWS]):
             return list(pair)
-        return [self.ops.rows(self.ops.own(x), 0, tile.seen) for x in pair]
+        own = map(self.ops.own, pair) if self.ops.halves else pair
+        return [self.ops.rows(x, 0, tile.seen) for x in own]
 
     def _mask(self, tile: Tile) -> str | None:
         """That of a chunk's queries and a step's keys."""
