@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import stretto
@@ -50,7 +49,7 @@ from benchmarks.racing import (
     with_costs,
 )
 from benchmarks.torch_context import ROTATIONS, TorchContext
-from benchmarks.work import Batch, RankWork, work_of
+from benchmarks.work import Batch, RankWork, gpt_and_batch, work_of
 from stretto.ir.axes import CP
 from stretto.ir.collectives import PERMUTE_NEXT
 from stretto.ir.costs import Costs, Prediction
@@ -110,18 +109,14 @@ class ContextRace:
 
     def build(self) -> tuple[GPT, Batch]:
         """The model and the full batch, equal in all processes."""
-        torch.manual_seed(0)
-        model = GPT(
-            GPTConfig(
-                vocab_size=self.vocab,
-                layers=self.layers,
-                hidden=self.hidden,
-                heads=self.heads,
-                context=self.sequence,
-            )
+        config = GPTConfig(
+            vocab_size=self.vocab,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            context=self.sequence,
         )
-        size = (self.microbatch * self.microbatches, self.sequence)
-        return model, {name: torch.randint(0, self.vocab, size) for name in ("input_ids", "labels")}
+        return gpt_and_batch(config, self.microbatch * self.microbatches)
 
     def capture(self, model: GPT, batch: Batch, kind: str = RING) -> Job:
         """The step as a job."""

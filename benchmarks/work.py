@@ -22,6 +22,13 @@ AXIS = "tp"
 Batch = dict[str, torch.Tensor]
 
 
+def gpt_and_batch(config: GPTConfig, rows: int) -> tuple[GPT, Batch]:
+    """The model, and a batch of so many full sequences, equal in all processes."""
+    torch.manual_seed(0)
+    size = (rows, config.context)
+    return GPT(config), {name: torch.randint(0, config.vocab_size, size) for name in ("input_ids", "labels")}
+
+
 @dataclass(frozen=True, slots=True)
 class GPTWork:
     """Shapes are those of the full model and of one microbatch. rate: as the lab takes it."""
@@ -52,18 +59,14 @@ class GPTWork:
 
     def build(self) -> tuple[GPT, Batch]:
         """The model and a batch, equal in all processes."""
-        torch.manual_seed(0)
-        model = GPT(
-            GPTConfig(
-                vocab_size=self.vocab,
-                layers=self.layers,
-                hidden=self.hidden,
-                heads=self.heads,
-                context=self.sequence,
-            )
+        config = GPTConfig(
+            vocab_size=self.vocab,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            context=self.sequence,
         )
-        size = (self.microbatch * self.microbatches, self.sequence)
-        return model, {name: torch.randint(0, self.vocab, size) for name in ("input_ids", "labels")}
+        return gpt_and_batch(config, self.microbatch * self.microbatches)
 
     def capture(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stretto.config import TrainSettings
 from stretto.price.cluster import Description
-from stretto.tune.work import Answer, Asked, Work
+from stretto.tune.work import Answer, Asked, TuneWork
 
 
 class Here:
@@ -19,7 +19,7 @@ class Here:
         found: Description,
         before: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
-        self.work = Work(settings, devices, found, {})
+        self.work = TuneWork(settings, devices, found, {})
         self.before = before
         self.busy: Asked | None = None
         self.done: list[Asked] = []

@@ -14,7 +14,7 @@ from stretto.price.cluster_file import named_cluster
 from stretto.tune.block import BlockWork, Exposure, TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
-from stretto.tune.work import Asked, Planned, Work
+from stretto.tune.work import Asked, Planned, TuneWork
 from tests.families import ONE_STAGE
 from tests.tune.small import CLUSTER, settings
 
@@ -87,7 +87,7 @@ def check_bounds(
     choices = Choices(given, 8)
     draw = random.Random(seed)
     layouts = list(choices.layouts())
-    doing = Work(given, 8, found, {})
+    doing = TuneWork(given, 8, found, {})
     planned = 0
     while planned < count:
         layout = draw.choice(layouts)

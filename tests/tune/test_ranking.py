@@ -15,7 +15,7 @@ from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import estimate
-from stretto.tune.work import Asked, Planned, Work
+from stretto.tune.work import Asked, Planned, TuneWork
 from tests.tune.small import CLUSTER, settings
 
 SLOW = CLUSTER.model_copy(update={"link_gbps": 0.1})
@@ -38,7 +38,7 @@ def figures(
     given: TrainSettings, devices: int, found: Description, some: Iterable[Candidate], count: int
 ) -> list[tuple[float, float, float]]:
     """(plan, short step, estimate) of as many as can be planned."""
-    choices, work = Choices(given, devices), Work(given, devices, found, {})
+    choices, work = Choices(given, devices), TuneWork(given, devices, found, {})
     stages = tuple(sorted({layout.pp * each for layout in choices.layouts() for each in (1, *VIRTUAL)}))
     made: list[tuple[float, float, float]] = []
     for candidate in some:
@@ -86,7 +86,7 @@ def test_random_candidates_are_ranked_as_their_plans_are(tmp_path: Path, kind: s
 def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: str) -> None:
     """Of 64 microbatches on two ranks eight are simulated."""
     given = settings(tmp_path, layers=4, batch=64, overlap="window")
-    work = Work(given, 2, SLOW, {})
+    work = TuneWork(given, 2, SLOW, {})
     each = 1 if family in ("1f1b", "gpipe") else 2
     candidate = Candidate(LayoutChoice(2, 1, 1, 1, False, 64), family, each)
     short, plan = (work.do(Asked(candidate, "list", short=short)) for short in (True, False))

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.planning.make_plan import plan
 from stretto.tune.choices import Candidate, LayoutChoice
-from stretto.tune.work import Asked, Planned, Refused, Work, Workers
+from stretto.tune.work import Asked, Planned, Refused, TuneWork, Workers
 from tests.tune.small import CLUSTER, settings
 
 
@@ -46,7 +46,7 @@ def test_a_fault_in_one_candidate_is_its_own(tmp_path: Path, monkeypatch: pytest
         return plan(job, *_, **given)
 
     monkeypatch.setattr("stretto.tune.work.plan", made)
-    work = Work(settings(tmp_path), 2, CLUSTER, {})
+    work = TuneWork(settings(tmp_path), 2, CLUSTER, {})
     layout = LayoutChoice(2, 1, 1, 1, False, 4)
     broken, full = (work.do(Asked(Candidate(layout, family, 1), "list")) for family in ("zb-h1", "1f1b"))
     assert isinstance(broken, Refused)

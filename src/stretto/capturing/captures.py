@@ -28,7 +28,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize import ops
-from stretto.parallelize.layout import Layout, layout_of
+from stretto.parallelize.layout import RankLayout, layout_of
 from stretto.passes import on_job
 
 TRACED_BY = (
@@ -94,7 +94,7 @@ class Captures:
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
         else:
-            traced = self._traced_now(parallel, Layout(meshes.tensor_parallel(self.model)), meshes)
+            traced = self._traced_now(parallel, RankLayout(meshes.tensor_parallel(self.model)), meshes)
             placement = place_on_meshes(traced, meshes)
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(
@@ -131,7 +131,7 @@ class Captures:
             self._traced.popitem(last=False)
         return self._traced[key]
 
-    def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
+    def _traced_now(self, parallel: ParallelSettings, layout: RankLayout, meshes: Any = None) -> Traced:
         return trace(
             self.model,
             self.batch,

@@ -1,7 +1,7 @@
 """Capture for evaluation: the forward of a model in `eval()` mode, cut where its training is cut.
 
     1. Trace the model with dropout and the like switched off, and experts' rows without room dropped
-       (`Layout.evaluating`).
+       (`RankLayout.evaluating`).
     2. Find the cuts of the training job again. Their places are known by what reads parameters: both
        forwards read the same parameters in the same order, and the first such op of a stage begins it.
     3. Cut there, and leave the backward out (`stretto.ir.forms`).
@@ -28,7 +28,7 @@ from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forms import forward_only
 from stretto.ir.program import Job, Op
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.layout import RankLayout
 
 Reading = tuple[str, str]
 """(module, parameter) of an op that reads a parameter."""
@@ -41,7 +41,7 @@ def capture_evaluation(
     training: Job,
     *,
     device: torch.device | str | None = None,
-    layout: Layout = PLAIN,
+    layout: RankLayout = PLAIN,
 ) -> Job:
     """The forward of `model.eval()` with the stages, microbatches and precision of the job `training`.
 

@@ -29,7 +29,7 @@ from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
 from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.expert_trial import weighed
 from stretto.parallelize.experts import other_arguments, sharded_experts, states_how
-from stretto.parallelize.layout import Layout, part_shapes
+from stretto.parallelize.layout import RankLayout, part_shapes
 from stretto.passes.layout.emit import Emitter
 from stretto.passes.layout.placement import REPLICATED, sharded
 from stretto.passes.layout.program import Origin, StepProgram
@@ -61,7 +61,7 @@ class ExpertCalls:
     call."""
 
     model: nn.Module
-    layout: Layout
+    layout: RankLayout
     traced: Traced
     kept: list[tuple[str, tuple[TensorSpec, ...], _Call]] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class ExpertCalls:
 
 
 def with_experts(
-    program: StepProgram, model: nn.Module, layout: Layout, traced: Traced
+    program: StepProgram, model: nn.Module, layout: RankLayout, traced: Traced
 ) -> tuple[StepProgram, Traced]:
     """See the module. Returns the step with what it lets see and its constants besides. traced: whose step
     the program is."""
@@ -196,7 +196,7 @@ class _Walk:
             self.out.keep(replace(own, name=fresh, module=op.module), origin)
 
 
-def along_experts(program: StepProgram, layout: Layout, model: nn.Module) -> ShardedProgram:
+def along_experts(program: StepProgram, layout: RankLayout, model: nn.Module) -> ShardedProgram:
     """Parameters of experts become those of a rank's experts. Raises UsageError for a module that is no
     `mixture`."""
     how = layout.experts

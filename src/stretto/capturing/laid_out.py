@@ -28,7 +28,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import CP, EP, TENSOR
 from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import CHUNK, INDEX, STARTS, Op, Shard
-from stretto.parallelize.layout import Layout
+from stretto.parallelize.layout import RankLayout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes import on_graph
 from stretto.passes.layout import context
@@ -46,7 +46,9 @@ from stretto.passes.rewrite import rooted
 
 
 @rarely_collected()
-def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()) -> Traced:
+def laid_out(
+    traced: Traced, layout: RankLayout, model: nn.Module, skip_passes: Collection[str] = ()
+) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
     for op, _ in traced.program.ops if layout.tensor is not None else ():
         if op.target in (*STARTS, CHUNK, INDEX) and op.args[-2] == TENSOR:
@@ -94,7 +96,7 @@ def _may_be_partial(traced: Traced) -> frozenset[str]:
     return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.job.metrics) if one.joined == "sum")
 
 
-def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> ShardedProgram:
+def _along_context(program: StepProgram, traced: Traced, layout: RankLayout) -> ShardedProgram:
     """Raises UsageError for a sequence that ranks cannot share equally."""
     size, blocks = layout.context, context.blocks_of(layout.context_kind)
     program = shared(program)
@@ -123,7 +125,7 @@ def _along_context(program: StepProgram, traced: Traced, layout: Layout) -> Shar
     return made
 
 
-def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
+def _in_chunks(program: StepProgram, layout: RankLayout, may_be_partial: frozenset[str]) -> ChunkedProgram:
     chunks, tensor = layout.chunks, layout.tensor
     assert chunks is not None
     ranks = 1 if tensor is None or tensor.first is None else tensor.size
@@ -135,10 +137,10 @@ def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[s
 def _along_tensor(
     program: StepProgram,
     traced: Traced,
-    layout: Layout,
+    layout: RankLayout,
     tensor: TensorParallel,
     wishes: Mapping[str, AxisPlacement],
-) -> tuple[Layout, ShardedProgram]:
+) -> tuple[RankLayout, ShardedProgram]:
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
@@ -163,7 +165,7 @@ def _along_tensor(
 
 def _as_traced(
     traced: Traced,
-    layout: Layout,
+    layout: RankLayout,
     program: StepProgram,
     partial: Mapping[str, tuple[str, ...]],
     sharded_first: frozenset[str],
@@ -198,7 +200,7 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Shard, ...]]:
+def _kept_shards(layout: RankLayout, partial: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
     size = 1 if layout.tensor is None else layout.tensor.size
     result = {
@@ -210,7 +212,7 @@ def _kept_shards(layout: Layout, partial: Mapping[str, tuple[str, ...]]) -> dict
     return {name: of for name, of in result.items() if of}
 
 
-def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
+def stream(program: StepProgram, layout: RankLayout) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
     sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
     tensor = layout.tensor

@@ -46,13 +46,13 @@ from stretto.capturing.substitutes import (
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Buffer, Constant, Job, Parameter
 from stretto.parallelize.expert_op import as_one_op
-from stretto.parallelize.layout import Layout, part_shapes
+from stretto.parallelize.layout import RankLayout, part_shapes
 from stretto.passes import check_names, on_graph
 from stretto.passes.layout.program import StepProgram
 
 _log = logging.getLogger(__name__)
 
-PLAIN = Layout()
+PLAIN = RankLayout()
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _TraceSetup:
     microbatches: int
     param_dtype: torch.dtype | None
     device: torch.device
-    layout: Layout
+    layout: RankLayout
     skip_passes: Collection[str]
     meshes: OnMeshes | None
 
@@ -96,7 +96,7 @@ def trace(
     microbatches: int = 1,
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    layout: Layout = PLAIN,
+    layout: RankLayout = PLAIN,
     equal_layers: bool = True,
     skip_passes: Collection[str] = (),
     meshes: OnMeshes | None = None,
@@ -107,7 +107,7 @@ def trace(
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
     "cuda" there need not be one here (`substitutes` has the choices). layout: of a model on meshes, or what
-    a model is traced with (`Layout.traced`). equal_layers: whether layers that are equal are traced twice and
+    a model is traced with (its `traced`). equal_layers: whether layers that are equal are traced twice and
     repeated (`repeat`), for the same result. skip_passes: passes to leave out. meshes: where a program on
     several meshes lies (`stretto.capturing.meshes`).
 

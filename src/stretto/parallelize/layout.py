@@ -27,7 +27,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """Each is None where there is nothing of the kind. context: ranks that share the sequence; context_kind:
     as the setting `cp_kind`. mixtures: names of the modules of experts that are one op each while the model
     is traced."""
@@ -54,16 +54,16 @@ class Layout:
         return result
 
     @property
-    def traced(self) -> Layout:
+    def traced(self) -> RankLayout:
         """What the model is traced with."""
-        return Layout(mixtures=self.mixtures)
+        return RankLayout(mixtures=self.mixtures)
 
-    def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
+    def with_tensor(self, shards: Mapping[str, Shard]) -> RankLayout:
         """The same with other shards over tensor-parallel ranks."""
         return self if self.tensor is None else replace(self, tensor=replace(self.tensor, shards=shards))
 
     @property
-    def evaluating(self) -> Layout:
+    def evaluating(self) -> RankLayout:
         """The same, of an evaluation: a run does not end for text of which nothing is learned, so that what
         finds no room in `ep_buffer` is dropped, and can be seen."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, fails=False))
@@ -84,7 +84,7 @@ def layout_of(
     parallel: ParallelSettings,
     tp_plan: Mapping[str, Any] | None = None,
     degree: int | None = None,
-) -> Layout:
+) -> RankLayout:
     """What the settings ask for. degree: chunks, where that is to be chosen ("auto"), else 1 then. Raises
     UsageError for a model, a plan or sizes that do not fit."""
     tensor = experts = None
@@ -100,7 +100,7 @@ def layout_of(
         chunks = Chunks(degree, tuple(blocks_of(model)), parallel.ampipe_capacity == "whole")
     if experts is None and (degree > 1 or parallel.cp > 1):
         mixtures = experts_in(model, parallel.ep_plan)
-    return Layout(tensor, experts, chunks, parallel.cp, parallel.cp_kind, mixtures)
+    return RankLayout(tensor, experts, chunks, parallel.cp, parallel.cp_kind, mixtures)
 
 
 def blocks_of(model: nn.Module) -> list[str]:

@@ -21,7 +21,7 @@ from stretto.files.say import Say, silent
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function, hollow
 from stretto.models.weight_files import weights_folder, weights_of
-from stretto.parallelize.layout import Layout, layout_of
+from stretto.parallelize.layout import RankLayout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.task import Task, check_files, own_task
@@ -118,7 +118,7 @@ def likely_vocab_size(settings: TrainSettings) -> int:
     return min(int(rows), tokens) if rows else tokens
 
 
-def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
+def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> RankLayout:
     """How the model is laid out. `say` takes what stays replicated.
 
     Raises UsageError for a model, a plan or sizes that do not fit.

@@ -115,7 +115,7 @@ class Tuned:
             self.least = str(what), nbytes
 
 
-class Work:
+class TuneWork:
     """What a process does, for one tuning."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Workers:
     """So many processes, while it is entered."""
 
     def __init__(self, count: int, *of: Any) -> None:
-        """of: what `Work` is made with."""
+        """of: what `TuneWork` is made with."""
         self._count, self._of = count, of
         self._all: list[BaseProcess] = []
         self._free: list[Connection] = []
@@ -267,7 +267,7 @@ def _serve(pipe: Connection, *of: Any) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_asker, daemon=True).start()
     try:
-        work = Work(*of)
+        work = TuneWork(*of)
     except Exception as error:
         pipe.send(error)
         return

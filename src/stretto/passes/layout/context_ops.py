@@ -144,7 +144,7 @@ class StepOps:
         return self._names[key]
 
     def rows(self, x: str, start: int, end: int, dim: int = ROWS, own: bool = False) -> str:
-        """A slice; of what was joined, the parts of it. own: of a rank's rows, where all see all keys."""
+        """A slice; of what was joined, the parts of it. own: whether they are a rank's own."""
         if (start, end) == (0, self.shape(x)[dim]):
             return x
         x = self.cats.get(x, x)
@@ -157,8 +157,8 @@ class StepOps:
                 inside.append(part.name)
         if inside and sum(self.shape(part)[dim] for part in inside) == end - start:
             return self.joined(inside, dim)
-        source = self.own(x) if self.kind == "ulysses" and dim == ROWS and own else x
-        return self.out.emit("aten.slice.Tensor", Ref(source), dim, start, end, name=f"{x}_rows")
+        source = Ref(self.own(x) if own else x)
+        return self.out.emit("aten.slice.Tensor", source, dim, start, end, name=f"{x}_rows")
 
     def own(self, x: str) -> str:
         """A rank's part of the sequence, of which it goes on with some rows."""
@@ -167,7 +167,8 @@ class StepOps:
     def parts(self, x: str) -> list[str]:
         """Rows of chunks, one chunk behind another."""
         ends = [*accumulate(self.lengths)] or [self.shape(x)[ROWS]]
-        return [self.rows(x, start, end, own=True) for start, end in pairwise((0, *ends))]
+        own = self.kind == "ulysses"  # of the others' blocks, chunks are parts that were joined
+        return [self.rows(x, start, end, own=own) for start, end in pairwise((0, *ends))]
 
     def of_blocks(self, x: str, what: str) -> str:
         """(batch, heads, blocks, rows of one, ...)"""

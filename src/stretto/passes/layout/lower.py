@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind
 from stretto.ir.program import CHUNK, WAIT, Op, Ref
-from stretto.passes.layout.emit import EXCHANGE, GATHER, LAYOUT_OPS, REDUCE, SLICE, Emitter
+from stretto.passes.layout.emit import AS_IT_COMES, EXCHANGE, GATHER, LAYOUT_OPS, REDUCE, SLICE, Emitter
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.rewrite import with_uses
 
@@ -69,7 +69,7 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
     inner = shape[dim] // blocks // size
     factors = (*shape[:dim], *((blocks,) if blocks > 1 else ()), size, inner, *shape[dim + 1 :])
     ranks = dim + (blocks > 1)
-    is_first = math.prod(factors[:ranks]) == 1 or bool(op.kwargs)
+    is_first = math.prod(factors[:ranks]) == 1 or AS_IT_COMES in dict(op.kwargs)
     rest = tuple(at for at in range(len(factors)) if at != ranks)
     if op.target == GATHER:
         x = collective(ALL_GATHER, x)
