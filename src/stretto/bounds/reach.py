@@ -36,8 +36,8 @@ from stretto.bounds.stage import (
 from stretto.errors import PlanError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.flow import PHASES
-from stretto.ir.program import STEP_LOSS, WAIT, Edge, Job, Op
+from stretto.ir.flow import OVER_STEP, PHASES
+from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Edge, Job, Op
 from stretto.ir.transfers import (
     CollectiveTime,
     axis_time,
@@ -47,7 +47,7 @@ from stretto.ir.transfers import (
     time_of,
 )
 from stretto.processor.budget import Pace
-from stretto.schedule.sums import communicators_of, with_reductions
+from stretto.schedule.sums import around_starts, communicators_of, with_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,19 +257,18 @@ def _ends(
     for rank in range(where.ranks):
         chain: dict[str, tuple[ReductionTime, ...]] = defaultdict(tuple)
         for stage in where.stages_of(rank):
-            for op in reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()):
-                if not op.sums:  # a wait
-                    continue
-                assert op.collective is not None
-                communicator = communicators[op.lane]
-                time = collective_time(costs, job, communicator, op.collective)
-                for group in op.sums:
-                    chain[group] += (ReductionTime(op.name, communicator.axes[0], time),)
+            leads, _ = around_starts(reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()))
+            for name, lead in leads.items():
+                assert lead[-1].collective is not None
+                communicator = communicators[lead[-1].lane]
+                time = collective_time(costs, job, communicator, lead[-1].collective)
+                for read in dict.fromkeys(n for op in lead for n in op.uses if n.startswith(OVER_STEP)):
+                    chain[read] += (ReductionTime(name, communicator.axes[0], time),)
         chains.append(chain)
     adding: list[dict[tuple[ReductionTime, ...], dict[int, None]]] = [defaultdict(dict) for _ in job.stages]
     for parameter in job.parameters:
         for stage, _, value in parameter.grads:
-            followed = chains[stage_ranks[stage]].get(parameter.tied_to, ())
+            followed = chains[stage_ranks[stage]].get(GRAD + parameter.name, ())
             if followed and value in numbers[stage]:
                 adding[stage][followed][numbers[stage][value]] = None
     ends = [

@@ -43,8 +43,11 @@ _MEANINGS = {
     Phase.REDUCE_GRAD: "gradient reductions",
 }
 
+ONCE_PHASES = (Phase.REDUCE_GRAD,)
+"""Programs that run once a step, in the order in which they would run by themselves, around all actions."""
+
 ONCE = -1
-"""The microbatch of programs that run once a step."""
+"""Their microbatch."""
 
 _TOKEN = re.compile(r"^(\d{1,18})([FIWB])(\d{1,18})$")
 _OVERLAP = re.compile(r"^\(([^()]*)\)OVERLAP_F_B$")
@@ -59,7 +62,8 @@ class Action:
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.phase.value}{self.microbatch}"
+        once = self.phase in ONCE_PHASES
+        return f"{self.stage}{self.phase.value}{'' if once else self.microbatch}"
 
     @property
     def actions(self) -> tuple[Action, ...]:

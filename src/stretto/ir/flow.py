@@ -5,7 +5,10 @@ from __future__ import annotations
 from stretto.ir.action import Phase
 from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, Stage, TensorSpec
 
-EXTERNAL = ("param/", "buffer/", "batch/", "const/", GRAD, STEP_LOSS)
+OVER_STEP = (GRAD, STEP_LOSS)
+"""Prefixes of what a step makes and its programs read and write."""
+
+EXTERNAL = ("param/", "buffer/", "batch/", "const/", *OVER_STEP)
 """Prefixes of values that no op defines."""
 
 PHASES = (Phase.F, Phase.I, Phase.W)
@@ -23,7 +26,9 @@ def given_specs(job: Job) -> dict[str, TensorSpec]:
     result |= {f"buffer/{b.name}": b.spec for b in job.buffers}
     result |= {f"const/{c.name}": c.spec for c in job.constants}
     result |= {f"batch/{name}": spec for name, spec in job.batch}
-    return result | {"tangent": job.loss_spec}
+    trained = {p.tied_to for p in job.parameters if p.grads}
+    result |= {GRAD + p.name: p.grad_spec for p in job.parameters if p.tied_to in trained}
+    return result | {"tangent": job.loss_spec, STEP_LOSS: job.loss_spec}
 
 
 def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:

@@ -146,7 +146,12 @@ class Parameter:
     @property
     def grad_nbytes(self) -> int:
         """Bytes of the accumulated gradient."""
-        return TensorSpec(self.spec.shape, self.grad_dtype).nbytes
+        return self.grad_spec.nbytes
+
+    @property
+    def grad_spec(self) -> TensorSpec:
+        """The accumulated gradient."""
+        return TensorSpec(self.spec.shape, self.grad_dtype)
 
     def state_nbytes(self, optimizer: OptimizerKind) -> int:
         """Bytes of the optimizer's state, of a parameter that is trained."""

@@ -76,6 +76,9 @@ FILLS = frozenset(
 )
 """One number everywhere."""
 
+SIDE_BY_SIDE = "aten._chunk_cat.default"
+"""Tensors of any placement, in one flat tensor, in which each keeps its own."""
+
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
@@ -147,9 +150,14 @@ class Placer:
 
     def _placed(self, op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Placement, ...]:
         if op.target in STARTS:
-            return (self._started(op, specs),)
+            source = op.args[0].name
+            return tuple(self._started(op, kept, specs) for kept in self._pieces(source))
         if op.target == WAIT:
-            return (self.of(op.args[0].name),)
+            return self._pieces(op.args[0].name)
+        if op.target == SIDE_BY_SIDE:
+            return tuple(self.of(name) for name in op.uses)
+        if op.target in SPLITS and op.uses[0] in self._tuples:
+            return self._pieces(op.uses[0])
         if op.target == INDEX:
             return (LOCAL if op.args[-2] == self._axis else EQUAL,)
         if op.target == CHUNK:
@@ -175,9 +183,12 @@ class Placer:
             self._known[key] = self._ruled(op, names, given, [specs[name] for name in names])
         return self._known[key]
 
-    def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
-        source = op.args[0].name
-        kept, kind = self.of(source), op.kind
+    def _pieces(self, name: str) -> tuple[Placement, ...]:
+        """Of a flat tensor, those of what is side by side in it."""
+        return self._tuples.get(name) or (self.of(name),)
+
+    def _started(self, op: Op, kept: Placement, specs: Mapping[str, TensorSpec]) -> Placement:
+        source, kind = op.args[0].name, op.kind
         assert kind is not None
         if op.args[-2] != self._axis:
             assert op.outputs[0] is not None

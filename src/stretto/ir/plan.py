@@ -3,7 +3,7 @@
 A plan has two levels. A *window* is an ordered list of ops, receives to wait for and sends to start, for one
 action (or several interleaved) of a stage and any microbatch. The last backward of a stage is a window of its
 own, because a gradient's sum starts in it as soon as its last partial sum is there; what follows the last
-backward is a window of sums alone. A rank's *order* is a list of instructions that post receives, run
+backward is a window of its own. A rank's *order* is a list of instructions that post receives, run
 windows with microbatches bound, and wait for sends, so that what repeats is written once and planning does
 not grow with microbatches.
 
@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.files.codec import UNWRITTEN
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import ONCE_PHASES, Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.compared import beside_bound
 from stretto.ir.costs import Costs, Prediction
@@ -84,7 +84,7 @@ def shares_of(places: Iterable[tuple[int, int]]) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class Window:
     """The order of ops of some actions. `parts[k]` = (stage, phase); the microbatch is bound when run. A part
-    (stage, REDUCE_GRAD) has those of its ops that run in this window, with microbatch `ONCE`.
+    of a program that runs once a step has those of its ops that run in this window, with microbatch `ONCE`.
 
     shares: for each part, the first part of its stage that is bound to the same microbatch (itself, where
         none is before it): B may read what F has saved in the same window. () when all are bound apart.
@@ -97,8 +97,8 @@ class Window:
 
     @property
     def actions(self) -> tuple[int, ...]:
-        """The parts that are actions of the schedule; none for a window of sums alone."""
-        return tuple(k for k, (_, phase) in enumerate(self.parts) if phase is not Phase.REDUCE_GRAD)
+        """The parts that are actions of the schedule; none for a window of what runs once a step."""
+        return tuple(k for k, (_, phase) in enumerate(self.parts) if phase not in ONCE_PHASES)
 
     def mates(self, part: int) -> tuple[int, ...]:
         """The other parts of a part's stage and microbatch."""
@@ -239,10 +239,11 @@ class Plan:
             if instruction.kind is InstructionKind.RUN and self.windows[str(instruction.ref)].actions:
                 yield at, instruction, self.windows[str(instruction.ref)]
 
-    def sums(self, rank: int) -> tuple[Op, ...]:
-        """The program of the rank that sums gradients."""
+    def once(self, rank: int) -> tuple[Op, ...]:
+        """The ops that the rank runs once a step, in the order of programs."""
         stages = self.schedule.stages_of(rank)
-        return self.job.stages[stages[0]].ops.get(Phase.REDUCE_GRAD, ()) if stages else ()
+        programs = self.job.stages[stages[0]].ops if stages else {}
+        return tuple(op for phase in ONCE_PHASES for op in programs.get(phase, ()))
 
     def communicator(self, name: str) -> Communicator:
         """The communicator of that name. Raises KeyError."""

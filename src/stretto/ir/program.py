@@ -4,7 +4,7 @@ Values are in single assignment: a name is defined once in the full step, so the
 value in every stage. Names of things that no op defines carry a prefix:
 
     param/<name>     a parameter of the model
-    grad/<name>      the gradient of a tied group (`Parameter.tied_to`), as this rank has it so far
+    grad/<name>      the gradient of a parameter, as this rank has it so far; of tied ones each has its own
     step/loss        this rank's share of the step's loss; zero where it makes none
     buffer/<name>    a buffer of the model, as it is when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
@@ -24,10 +24,12 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     comm.wait(started)                                   the result, when it is there
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
+    state.free()                                         what it `writes` is there no longer
 
-The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
-sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
-lane is an axis, or the communicator of the ranks that have a tied parameter. The loss is summed so too.
+Some programs run once a step (`stretto.ir.action.ONCE_PHASES`), as REDUCE_GRAD, which reduces gradients.
+Their ops read what lives over the step (`grad/`, `step/loss`), and those that name it in `writes` change it:
+it is then what the op makes. The lane of their communications is an axis, the communicator of the ranks that
+have a tied parameter, or that of the loss.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
@@ -78,6 +80,9 @@ WAIT = "comm.wait"
 GETITEM = "getitem"
 """The target that takes one result of an op with several."""
 
+FREE = "state.free"
+"""The target that frees what it `writes`, and makes nothing."""
+
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
 
@@ -116,6 +121,8 @@ class Op:
     repeats: the op of F that this one computes again for the backward; it draws the same numbers.
     flops: floating-point operations, 0 for ops that only move memory.
     module: the module whose code made the op; for users, and for splitting.
+    writes: what the op changes besides (`grad/a`), of all that lives over the step: it becomes the op's
+        result. A collective that has an `alias` works in place, on the memory of that.
     """
 
     name: str
@@ -128,6 +135,7 @@ class Op:
     flops: Flops = 0
     module: str = ""
     repeats: str = ""
+    writes: str | None = None
     _uses: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -164,16 +172,12 @@ class Op:
         return str(self.args[-2]) if self.target in STARTS else "compute"
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        """The tied groups whose gradients the op starts to sum, or `STEP_LOSS`."""
-        return tuple(name.removeprefix(GRAD) for name in self.uses if name.startswith((GRAD, STEP_LOSS)))
-
-    @property
     def label(self) -> str:
-        """What timelines call the communication that the op starts; begins with the axis."""
-        if self.sums:
-            first, _, rest = self.name.partition(".")
-            return f"{first} {rest}" if first in BY_NAME else f"{PIPELINE} {first} {rest}"
+        """What timelines call the communication that the op starts; begins with the axis. Where a program
+        runs once a step, the op's name does."""
+        axis, dot, rest = self.name.partition(".")
+        if dot and axis in BY_NAME:
+            return f"{axis} {rest}"
         assert self.collective is not None
         return f"{self.lane} {self.collective.kind} {self.name}"
 
@@ -198,7 +202,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
-    first stage of each rank has REDUCE_GRAD as well, the reductions of that pipeline rank.
+    first stage of each pipeline rank has the programs as well that run once a step there.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """

@@ -11,12 +11,12 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.ir.action import Phase
-from stretto.ir.collectives import ALL_REDUCE, PRICED
+from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.ir.collectives import PRICED
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
+from stretto.ir.program import CHUNK, GETITEM, GRAD, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
 
 STAGE = "there is no stage {}; the job has {}"
 RANK = "there is no rank {}; the plan has {}"
@@ -71,7 +71,7 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
             _instruction(result, plan, f"orders[{rank}][{at}]", instruction)
     result.rank = None
     _communicators(result, plan)
-    _sums(result, plan)
+    _run_once(result, plan)
     _costs(result, plan)
     return result
 
@@ -93,8 +93,8 @@ def _programs(found: _Broken, job: Job) -> None:
         for phase in PHASES:
             found.points(f"{path}.ops", phase, stage.ops, "the program {} is missing")
         for phase in stage.ops:
-            found.points(f"{path}.ops", phase, (*PHASES, Phase.REDUCE_GRAD), "there is no program {}")
-        for phases in (PHASES, (Phase.REDUCE_GRAD,)):
+            found.points(f"{path}.ops", phase, (*PHASES, *ONCE_PHASES), "there is no program {}")
+        for phases in (PHASES, ONCE_PHASES):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):
@@ -328,32 +328,23 @@ def _communicators(found: _Broken, plan: Plan) -> None:
                 found.points(f"{path}.ranks[{k}]", rank, range(sizes[axis]), what)
 
 
-def _sums(found: _Broken, plan: Plan) -> None:
-    """Programs of sums: starts over a communicator of the plan, and waits for them."""
-    known = {parameter.tied_to for parameter in plan.job.parameters} | {STEP_LOSS}
+def _run_once(found: _Broken, plan: Plan) -> None:
+    """Programs that run once a step: collectives over a communicator of the plan, what lives over the step,
+    and values that an op before makes."""
+    known = {GRAD + parameter.name for parameter in plan.job.parameters} | {STEP_LOSS}
     lanes = {communicator.name for communicator in plan.communicators}
     for at, stage in enumerate(plan.job.stages):
-        started: list[tuple[Ref]] = []
-        for k, op in enumerate(stage.ops.get(Phase.REDUCE_GRAD, ())):
-            path, name = f"job.stages[{at}].ops.{Phase.REDUCE_GRAD}[{k}]", op.name
-            if op.target == WAIT:
-                found.unless(op.args in started, path, f"{name}: waits for no sum that starts before it")
-                continue
-            what = f"{name}: is no sum of gradients or of the loss, and no wait for one: {op.target}"
-            if found.unless(_is_sum(op), path, what):
-                found.points(path, op.lane, lanes, f"{name}: there is no communicator {{!r}}")
-                for group in op.sums:
-                    found.points(path, group, known, f"{name}: there is no tied group {{!r}}")
-                started.append((Ref(name),))
-
-
-def _is_sum(op: Op) -> bool:
-    match op.args:
-        case (tuple(read), "sum", str(), int(size)) if type(size) is int:
-            refs = all(isinstance(one, Ref) for one in read) and bool(op.sums)
-            full = len(op.outputs) == 1 and op.outputs[0] is not None and not op.kwargs
-            return op.target == ALL_REDUCE.target and refs and full and len(op.sums) == len(op.uses)
-    return False
+        for phase in ONCE_PHASES:
+            made: set[str] = set()
+            for k, op in enumerate(stage.ops.get(phase, ())):
+                path = f"job.stages[{at}].ops.{phase}[{k}]"
+                for name in op.uses:
+                    found.points(path, name, known | made, f"{op.name}: there is no {{!r}} before it")
+                if op.writes is not None:
+                    found.points(path, op.writes, known, f"{op.name}: there is no {{!r}} to write")
+                if op.kind is not None:
+                    found.points(path, op.lane, lanes, f"{op.name}: there is no communicator {{!r}}")
+                made.add(op.name)
 
 
 def _costs(found: _Broken, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from stretto.errors import PlanError
 from stretto.ir.collectives import ALL_REDUCE, Collective
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
 from stretto.ir.plan import LOSS, Communicator
-from stretto.ir.program import GETITEM, WAIT, Job, Op, Parameter
+from stretto.ir.program import FREE, GETITEM, WAIT, Job, Op, Parameter
 
 SUM = ALL_REDUCE.name
 """The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
@@ -156,9 +156,8 @@ def reduced_bytes(job: Job, parameter: Parameter, axis: str) -> int:
 
 
 def is_free(op: Op) -> bool:
-    """Whether an op may be without a cost: views, waits, parts of tuples and starts of gradient reductions
-    take no time of their own."""
-    return op.alias is not None or op.target in (GETITEM, WAIT) or bool(op.sums)
+    """Whether an op may be without a cost: views, waits and parts of tuples take no time of their own."""
+    return op.alias is not None or op.target in (GETITEM, WAIT, FREE)
 
 
 def time_of(costs: Costs, stage: int, op: Op) -> float:

@@ -6,10 +6,11 @@
 2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
    value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
    before the backward's first op: lower bounds count on actions of a microbatch in this order.
-3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
-   their order, and an order of ops must not change numbers. Nothing else is written in place before
-   the window's end, and draws of random ops do not depend on when they happen. And one from each op that
-   adds to a gradient to the start of its reduction.
+3. Edges from what changes a thing that lives over the step to what reads or changes it next, and from what
+   reads it to what changes it next, as captured: two ops that add to one parameter's gradient (sums of floats
+   depend on their order, and an order of ops must not change numbers), and what reads it for its reduction.
+   Nothing else is written in place before the window's end, and draws of random ops do not depend on when
+   they happen.
 4. The memory that nodes make and read, so that a policy can keep a limit. A value is in the memory of what
    it is a view of (`ir.storage`); a wait's result is in its start's, and what is gathered or scattered is
    read until the wait. What one part makes and another of its stage and microbatch reads is one memory. What
@@ -24,9 +25,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
@@ -155,19 +155,12 @@ class _GraphMaker:
         nodes: list[Node] = []
         needs: list[set[int]] = []
         sent: dict[tuple[int, int], int] = {}
-        adding = adding_items(self.job, self.window)
-        before: dict[int, set[int]] = defaultdict(set)
-        for items in adding_items(self.job, self.window, lambda parameter: parameter.name).values():
-            for one, after_it in pairwise(items):
-                before[after_it].add(one)
+        before = self._in_turn()
         for at, item in enumerate(self.window.items):
             need: set[int] = set()
             if item.kind is ItemKind.OP:
                 op = self.ops[item.part][str(item.ref)]
-                # 2. What it reads.
-                need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0}
-                # 3. One order of additions, and all before their sum.
-                need |= {added for group in op.sums for added in adding.get(group, ())} | before[at]
+                need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0} | before[at]
                 self.made[item.part, op.name] = at
                 nodes.append(self._op(item, op))
             else:
@@ -202,6 +195,30 @@ class _GraphMaker:
             self.costs.skew,
         )
 
+    def _in_turn(self) -> dict[int, set[int]]:
+        """Step 3: node -> those that come before it because of what they read and change."""
+        changes: dict[int, list[str]] = defaultdict(list)
+        for name, items in adding_items(self.job, self.window).items():
+            for at in items:
+                changes[at].append(name)
+        ops = [self.ops[i.part][str(i.ref)] if i.kind is ItemKind.OP else None for i in self.window.items]
+        for at, op in enumerate(ops):
+            if op is not None and op.writes is not None:
+                changes[at].append(op.writes)
+        changed = {name for names in changes.values() for name in names}
+        needs: dict[int, set[int]] = defaultdict(set)
+        last: dict[str, int] = {}
+        readers: dict[str, set[int]] = defaultdict(set)
+        for at, op in enumerate(ops):
+            for name in changed.intersection(op.uses) if op is not None else ():
+                readers[name].add(at)
+                needs[at].update([last[name]] if name in last else [])
+            for name in changes.get(at, ()):
+                needs[at].update(readers.pop(name, ()), [last[name]] if name in last else [])
+                last[name] = at
+            needs[at].discard(at)
+        return needs
+
     def _forward_first(self, needs: list[set[int]]) -> None:
         """Step 2: what F ends with comes before what the backward of its microbatch begins with."""
         parts = self.window.parts
@@ -228,12 +245,12 @@ class _GraphMaker:
 
     def _op(self, item: Item, op: Op) -> Node:
         """Step 1 for an op."""
-        stage, _ = self.window.parts[item.part]
+        stage, phase = self.window.parts[item.part]
         work_us = time_of(self.costs, stage, op)
         asked = op.collective
         if asked is not None:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
-            role = Role.SUM if op.sums else Role.START
+            role = Role.SUM if phase in ONCE_PHASES else Role.START
             return Node(item, role, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
             start = self._maker(item.part, op.uses[0])
@@ -252,8 +269,6 @@ class _GraphMaker:
         bytes_in = {(edge.target, edge.value): edge.spec.nbytes for edge in self.job.edges}
         users: dict[tuple[int, str], list[int]] = {}
         for at, item in enumerate(self.window.items):
-            if self.window.parts[item.part][1] is Phase.REDUCE_GRAD:
-                continue  # gradients are the rank's, and not the window's
             if item.kind is not ItemKind.OP:
                 names: tuple[str, ...] = (self.job.edges[int(item.ref)].value,)
             else:
@@ -300,8 +315,12 @@ class _GraphMaker:
     def _kept(self) -> set[tuple[int, str]]:
         """What is kept when the window ends."""
         kept: set[tuple[int, str]] = set()
-        for part in self.window.actions:
-            stage, phase = self.window.parts[part]
+        here_too = {item.ref for item in self.window.items}
+        for part, (stage, phase) in enumerate(self.window.parts):
+            if phase in ONCE_PHASES:
+                others = (op for op in self.job.stages[stage].ops[phase] if op.name not in here_too)
+                kept.update(self._root(part, name) for op in others for name in reads(op))
+                continue
             here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].programs}
             for sub in PHASES[PHASES.index(phase.programs[-1]) + 1 :]:
                 if sub not in here:

@@ -31,7 +31,7 @@ from functools import cache
 from math import inf
 
 from stretto.errors import PlanError
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.depend import make_graph
@@ -111,7 +111,7 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     }
     starts = [[inf] * len(order) for order in plan.schedule.orders]
     for span in timeline.spans:
-        if span.kind is SpanKind.COMPUTE and span.phase is not None:
+        if span.kind is SpanKind.COMPUTE and span.phase is not None and span.phase not in ONCE_PHASES:
             assert span.stage is not None
             assert span.microbatch is not None
             at = runs[span.stage, span.phase.programs[0], span.microbatch]
@@ -172,7 +172,7 @@ def _at_end(plan: Plan) -> dict[str, Window]:
     """By name, windows in which reductions start, with these at their end."""
     result: dict[str, Window] = {}
     for name, window in plan.windows.items():
-        last = {part for part, (_, phase) in enumerate(window.parts) if phase is Phase.REDUCE_GRAD}
+        last = {part for part, (_, phase) in enumerate(window.parts) if phase in ONCE_PHASES}
         items = tuple(sorted(window.items, key=lambda item: item.part in last))
         if items != window.items:
             result[name] = replace(window, items=items)

@@ -29,10 +29,10 @@ from functools import partial
 
 from stretto.ir.action import ONCE, Phase, Schedule
 from stretto.ir.costs import Costs
-from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
-from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
+from stretto.ir.plan import LOSS, Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
+from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, OverlapMode
 from stretto.order.policies import waits_at_once
-from stretto.schedule.sums import communicators_of, with_reductions
+from stretto.schedule.sums import around_starts, communicators_of, with_reductions
 from stretto.schedule.windows import last_name, last_run, make_window, window_name
 
 LOOKAHEAD = 3
@@ -71,15 +71,15 @@ def lower(
         windows = captured_windows(job, schedule, at_once=overlap == "off")
     job = with_reductions(job, schedule)
     communicators = communicators_of(job, schedule)
-    sums = _sums(job, schedule, communicators, overlap != "off")
+    once = _once(job, schedule, communicators, overlap != "off")
     windows = dict(windows)
     names = [[window_name(slot) for slot in order] for order in schedule.orders]
-    for rank, of_rank in enumerate(sums):
+    for rank, of_rank in enumerate(once):
         for at, inside in of_rank.inside.items():
             plain, names[rank][at] = names[rank][at], last_name(names[rank][at])
             if names[rank][at] not in windows:
-                ops = [op for name in inside for op in of_rank.program if op.name == name]
-                windows[names[rank][at]] = last_run(job, windows[plain], of_rank.stage, ops)
+                leads = [of_rank.leads[start] for start in inside]
+                windows[names[rank][at]] = last_run(job, windows[plain], of_rank.stage, leads)
     windows = {name: windows[name] for of_rank in names for name in of_rank}
     sends = _messages(job, schedule, windows, names, ItemKind.SEND)
     waits = _messages(job, schedule, windows, names, ItemKind.WAIT)
@@ -91,10 +91,10 @@ def lower(
     else:
         posts = partial(post_positions, lookahead=LOOKAHEAD, latest={}, ahead=ahead)
     orders = tuple(
-        _order(schedule, rank, names[rank], sends, waits[rank], posts, sent_before or {}, sums[rank])
+        _order(schedule, rank, names[rank], sends, waits[rank], posts, sent_before or {}, once[rank])
         for rank in range(schedule.ranks)
     )
-    windows.update((window.name, window) for of_rank in sums for window in of_rank.windows)
+    windows.update((window.name, window) for of_rank in once for window in of_rank.windows)
     return Plan(job, schedule, windows, orders, communicators, costs, overlap=overlap)
 
 
@@ -148,7 +148,7 @@ def _order(
     waits: Sequence[Mapping[Message, int]],
     posts: Callable[[Sequence[Message], Mapping[Message, int]], Iterable[tuple[Message, int]]],
     sent_before: Mapping[Message, int],
-    sums: _Sums,
+    once: _Once,
 ) -> tuple[Instruction, ...]:
     """Steps 2 to 5 for one rank. names: of its runs' windows; sends: of all ranks, waits: of this one."""
     order = schedule.orders[rank]
@@ -176,60 +176,63 @@ def _order(
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
     # 5. What is summed.
-    for at, ops in sorted(sums.after.items()):
-        (after[at] if at >= 0 else before[0]).append(sums.run(ops))
-    if sums.end:
-        end.append(sums.run(sums.end))
+    for at, ops in sorted(once.after.items()):
+        (after[at] if at >= 0 else before[0]).append(once.run(ops))
+    if once.end:
+        end.append(once.run(once.end))
 
     instructions: list[Instruction] = []
     for at, (slot, name) in enumerate(zip(order, names, strict=True)):
         instructions += before[at]
         microbatches = tuple(action.microbatch for action in slot.actions)
-        once = (ONCE,) if at in sums.inside else ()
-        instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once))
+        microbatches += (ONCE,) if at in once.inside else ()
+        instructions.append(Instruction(InstructionKind.RUN, name, microbatches))
         instructions += after[at]
     return (*instructions, *end)
 
 
 @dataclass
-class _Sums:
-    """Where a rank's gradient reductions start and are waited for, by the names of ops, in order.
+class _Once:
+    """Where what a rank does once a step starts and is waited for.
 
-    stage: whose program they are. inside: run -> those that start in it. after: run -> those of a window of
-    its own that follows (-1: before all). end: of the window at the step's end. windows: those of sums only
-    that were made.
+    stage: whose program it is. leads: start -> the ops that end with it. tails: start -> those that begin
+    with its wait. inside: run -> starts in it, in order. after: run -> ops of a window of its own that
+    follows (-1: before all). end: of the window at the step's end. windows: those of nothing else that were
+    made.
     """
 
     stage: int
     program: tuple[Op, ...]
+    leads: dict[str, list[Op]]
+    tails: dict[str, list[Op]]
     inside: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    after: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    end: list[str] = field(default_factory=list)
+    after: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
+    end: list[Op] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
-    def run(self, ops: Sequence[str]) -> Instruction:
-        """A window of sums only, and its run."""
+    def run(self, ops: Sequence[Op]) -> Instruction:
+        """A window of these ops only, and its run."""
         name = f"{self.stage}{Phase.REDUCE_GRAD}" + (f" {len(self.windows)}" if self.windows else "")
-        items = tuple(Item(ItemKind.OP, 0, op) for op in ops)
+        items = tuple(Item(ItemKind.OP, 0, op.name) for op in ops)
         self.windows.append(Window(name, ((self.stage, Phase.REDUCE_GRAD),), items))
         return Instruction(InstructionKind.RUN, name, (ONCE,))
 
 
-def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Sums]:
+def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Once]:
     """Step 5, of every rank. The order in which all start what they share is by the latest last run, then as
     in the programs."""
     joins = {one.name for one in communicators if one.joins_pp_ranks}
     adds: dict[str, set[tuple[int, Phase]]] = defaultdict(set)
     adds[STEP_LOSS].add((job.loss[0], Phase.F))
     for parameter in job.parameters:
-        adds[parameter.tied_to].update((stage, phase) for stage, phase, _ in parameter.grads)
-    result: list[_Sums] = []
+        adds[GRAD + parameter.name].update((stage, phase) for stage, phase, _ in parameter.grads)
+    result: list[_Once] = []
     early: dict[str, dict[int, int]] = defaultdict(dict)
-    waits: dict[str, str] = {}
     for rank, order in enumerate(schedule.orders):
         stage = min(schedule.stages_of(rank), default=-1)
         program = job.stages[stage].ops.get(Phase.REDUCE_GRAD, ()) if stage >= 0 else ()
-        result.append(_Sums(stage, program))
+        of_rank = _Once(stage, program, *around_starts(program))
+        result.append(of_rank)
         # By stage and phase, the last.
         runs = {
             (action.stage, phase): at
@@ -237,43 +240,42 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
             for action in slot.actions
             for phase in action.phase.programs
         }
-        touched: set[str] = set()
-        for op in program:
-            if op.target == WAIT:
-                waits[op.uses[0]] = op.name
-            elif touched.isdisjoint(op.sums):
-                ends = (runs[made] for group in op.sums for made in adds[group] if made in runs)
-                early[op.name][rank] = max(ends, default=-1)
-            touched.update(op.sums)
-    losses = [op.name for of_rank in result for op in of_rank.program if op.sums == (STEP_LOSS,)]
+        changed: set[str] = set()
+        for start, lead in of_rank.leads.items():
+            reads = {name for op in lead for name in op.uses if name in adds}
+            if changed.isdisjoint(reads):
+                ends = (runs[made] for name in reads for made in adds[name] if made in runs)
+                early[start][rank] = max(ends, default=-1)
+            changed.update(op.writes for op in of_rank.tails[start] if op.writes is not None)
+    losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):
-        ops = {op.name: op for op in of_rank.program}
         here = [name for name in in_turn if rank in early[name]]
+        lanes = {name: of_rank.leads[name][-1].lane for name in here}
         earliest = 0
         for name in here:
-            last = max(0, early[name][rank])
+            last, lead, tail = max(0, early[name][rank]), of_rank.leads[name], of_rank.tails[name]
             if name in losses:
                 if early[name][rank] < 0:
                     # One run before the end, so that the loss travels under that run; but before any sum of
                     # ties, as where the loss is.
-                    ties = (max(0, early[n][rank]) for n in here if n != name and ops[n].lane in joins)
+                    ties = (max(0, early[n][rank]) for n in here if n != name and lanes[n] in joins)
                     last = min([len(schedule.orders[rank]) - 1, *ties]) - 1
                 earliest = max(0, last)
-                of_rank.after[last].append(name)
-            elif ops[name].lane in joins:
+                of_rank.after[last] += lead
+            elif lanes[name] in joins:
                 # One order on all ranks, so a sum never starts before those that come before it. A rank that
                 # has a copy and adds nothing to it could start at once, but for the loss.
                 earliest = max(earliest, last)
-                of_rank.after[earliest].append(name)
+                of_rank.after[earliest] += lead
             elif overlap:
                 of_rank.inside[last].append(name)
             else:
-                of_rank.after[last] += [name, waits[name]]
+                of_rank.after[last] += [*lead, *tail]
                 continue
-            of_rank.end.append(waits[name])
-        first = {one for name in here for one in (name, waits[name])}
-        of_rank.end += [op.name for op in of_rank.program if op.name not in first]
+            of_rank.end += tail
+        begun = {op.name for name in here for op in (*of_rank.leads[name], *of_rank.tails[name])}
+        of_rank.end += [op for op in of_rank.program if op.name not in begun]
     return result
 
 

@@ -48,7 +48,7 @@ def communication_of(name: str) -> tuple[str, str]:
     word = name.removeprefix(f"{axis} ").split(" ")[0]
     if ">" in word:
         return axis, "message"
-    if word == "tied":
+    if word.startswith("tied."):
         return axis, "tied gradients"
     return axis, "gradients" if _SUM.match(word) else word
 

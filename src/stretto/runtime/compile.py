@@ -33,6 +33,7 @@ from torch import fx
 from stretto.backend.dispatch_adapter import resolve
 from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.errors import UsageError
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Job, Op, TensorSpec
@@ -79,7 +80,8 @@ def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ..
 
     for at, item in enumerate(window.items):
         op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
-        if op is None or op.random or op.target in (*STARTS, WAIT, INDEX, CHUNK):
+        once = window.parts[item.part][1] in ONCE_PHASES
+        if op is None or once or op.random or op.target in (*STARTS, WAIT, INDEX, CHUNK):
             close()
             result.append((at,))
         else:

@@ -11,8 +11,8 @@ The function's text is what it does, op by op; nothing is looked up while it run
        program is started and waited for where its ops are.
     4. Gradients, the loss, metrics and buffer updates go to the rank's state where they arise; buffers are
        updated last, so that every op of the window reads the microbatch's own version. A gradient that is a
-       matrix product is given as its two factors: the product is added where the gradient is kept. A sum of
-       gradients reads them there, and its wait writes them.
+       matrix product is given as its two factors: the product is added where the gradient is kept. Ops of
+       programs that run once a step read there what lives over the step, and write it.
     5. Values that later windows read go into the store.
 """
 
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch_adapter import op_key, resolve
-from stretto.ir.action import Phase
-from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.ir.flow import OVER_STEP, PHASES, is_external, results_of
 from stretto.ir.plan import ItemKind, Window
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.ir.program import CHUNK, FREE, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.ir.storage import partial_sums
 from stretto.runtime.transport import Handle
 
@@ -130,9 +130,7 @@ class Writer:
         item = self.window.items[at]
         self.enter(item.part)
         stage, phase = self.window.parts[item.part]
-        if phase is Phase.REDUCE_GRAD:
-            self.line(self._sum(item.part, self.ops[stage, str(item.ref)]))
-        elif item.kind is ItemKind.OP:
+        if item.kind is ItemKind.OP:
             op = self.ops[stage, str(item.ref)]
             if self.is_product(op, stage):
                 self.product(item.part, op, stage)
@@ -167,12 +165,10 @@ class Writer:
         """Item position -> values of the window that are not used after it (step 2)."""
         last: dict[tuple[int, str], int] = {}
         for at, item in enumerate(self.window.items):
-            if item.part not in self.window.actions:
-                continue
             if item.kind is ItemKind.OP:
                 op = self.ops[self.window.parts[item.part][0], str(item.ref)]
                 for name in (*op.uses, op.name):
-                    if not self._is_fixed(name):
+                    if not self._is_fixed(name) and op.target != FREE:
                         last[item.part, name] = at
             else:
                 last[item.part, self.job.edges[int(item.ref)].value] = at
@@ -192,10 +188,15 @@ class Writer:
         """Bound once: parameters, constants, the tangent, and buffers that the model only reads."""
         if not is_external(name) or name.startswith("batch/"):
             return False
-        return name not in self.externals.written
+        return name not in self.externals.written and not name.startswith(OVER_STEP)
 
     def later(self, stage: int, phase: Phase, name: str) -> bool:
-        """Whether a window after this one reads the value in this stage."""
+        """Whether a window after this one reads the value in this stage. Of a program that runs once a step,
+        ops that read one value run in their order."""
+        if phase in ONCE_PHASES:
+            readers = [op.name for op in self.job.stages[stage].ops[phase] if name in op.uses]
+            here = {item.ref for item in self.window.items}
+            return bool(readers) and readers[-1] not in here
         after = PHASES[PHASES.index(phase.programs[-1]) + 1 :]
         return any(name in self.reads[stage, sub] for sub in after)
 
@@ -228,7 +229,9 @@ class Writer:
         stage, phase = self.window.parts[part]
         variable = self.name(part, name)
         later = self.later(stage, phase, name)
-        if name.startswith("batch/"):
+        if name.startswith(OVER_STEP):
+            self.line(f"{variable} = hooks.over_step({name!r})")
+        elif name.startswith("batch/"):
             self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
         elif name in self.externals.written and not any(
             name in self.reads[stage, sub] for sub in PHASES[: PHASES.index(phase.programs[0])]
@@ -246,6 +249,8 @@ class Writer:
         """Whether the store must keep a value when this part has read it. Parts of one microbatch may come in
         any order: W may read before I what F has left."""
         stage, phase = self.window.parts[part]
+        if phase in ONCE_PHASES:
+            return self.later(stage, phase, name)
         mates = {mate: self.window.parts[mate][1].programs for mate in self.window.mates(part)}
         here = {sub for subs in mates.values() for sub in subs}
         after = PHASES[PHASES.index(phase.programs[-1]) + 1 :]
@@ -260,6 +265,9 @@ class Writer:
     def call(self, part: int, op: Op) -> None:
         if op.target == GETITEM:
             self.read(part, op.name)  # it was taken when the tuple was made
+            return
+        if op.target == FREE:
+            self.line(f"hooks.free({op.writes!r})")
             return
         for name in op.uses:
             self.read(part, name)
@@ -314,24 +322,9 @@ class Writer:
             dim = int(op.args[1])
             length = spec.shape[dim]
             return f"{value}.narrow({dim}, {at.get(str(op.args[2]), 0) * length}, {length})"
-        return f"hooks.start({self._asked(op)}, {value}, {size})"
-
-    def _asked(self, op: Op) -> str:
         assert op.kind is not None
-        return f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
-
-    def _sum(self, part: int, op: Op) -> str:
-        """The line for the start of a sum, which goes on over windows, or for its wait."""
-        start = op if op.target != WAIT else self.ops[self.window.parts[part][0], op.uses[0]]
-        of_loss = start.sums == (STEP_LOSS,)
-        grads = f"{start.sums!r}, {start.lane!r}"
-        if op.target == WAIT:
-            total = f"hooks.finish(store{part}.pop({start.name!r}))"
-            return f"hooks.set_loss({total})" if of_loss else f"hooks.set_grads({grads}, {total})"
-        value = "hooks.share_of_loss()" if of_loss else f"hooks.gather_grads({grads})"
-        return (
-            f"store{part}[{op.name!r}] = hooks.start({self._asked(op)}, {value}, {op.args[-1]}, owned=True)"
-        )
+        asked = f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
+        return f"hooks.start({asked}, {value}, {size}, in_place={op.alias is not None})"
 
     def _text(self, part: int, arg: Arg) -> str:
         if isinstance(arg, Ref):
@@ -351,10 +344,10 @@ class Writer:
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
         """Steps 4 and 5 for one op. may_own: False where another value may be in the result's storage."""
-        if (stage, op.name) in self.takers:
+        if (stage, op.name) in self.takers or op.target == FREE:
             return  # a tuple is its parts
         value = self.name(part, op.name)
-        uses = [use for sub in phase.programs for use in self.results[stage, sub].get(op.name, ())]
+        uses = [use for sub in phase.programs for use in self.results.get((stage, sub), {}).get(op.name, ())]
         owned = may_own and not any(
             partial_sum.copied for partial_sum in self.partial_sums[stage].get(op.name, ())
         )
@@ -366,6 +359,9 @@ class Writer:
                 self.line(f"hooks.add_loss(m{part}, {value})")
             elif kind == "metric":
                 self.line(f"hooks.add_metric({name}, {value})")
+        if op.writes is not None:
+            self.line(f"hooks.write({op.writes!r}, {value})")
+            self.names.pop((part, op.writes), None)
         if self.later(stage, phase, op.name):
             self._keep(part, op.name)
 

@@ -6,7 +6,6 @@ Generated windows call a `RankState` as `hooks`. Knows no optimizers; `stretto.r
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,10 +17,10 @@ from stretto.ir.axes import PIPELINE, WITHIN
 from stretto.ir.collectives import KINDS
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.program import GRAD, STEP_LOSS
 from stretto.runtime.compile import CompiledWriter, Compiler
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
-from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import ObservedWatch
 from stretto.runtime.record import Marks, clock_of
 from stretto.runtime.transport import Handle, Transport
@@ -98,9 +97,7 @@ class RankState:
             for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes
-        self._members: dict[str, list[int]] = defaultdict(list)
-        for k in parameters:
-            self._members[job.parameters[k].tied_to].append(k)
+        self._numbers = {GRAD + job.parameters[k].name: k for k in parameters}
         # Draws of data-parallel copies differ as those of microbatches do.
         self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
         self._actions: dict[InstructionKind, Callable[[Instruction], None]] = {
@@ -187,25 +184,6 @@ class RankState:
         name = f"{self.plan.lane_of(key[0])} sent e{key[0]}:{key[1]}"
         self.marks.others.append((name, start, self.clock.now()))
 
-    def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
-        kept = (self.plan.job.parameters[self._members[group][0]] for group in groups)
-        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in kept]
-
-    def _grad_of(self, name: str) -> torch.Tensor:
-        """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
-        members = self._members[name]
-        adding = [k for k in members if k in self.grads]
-        if not adding:
-            # This rank reads the tied parameter and adds nothing to its gradient; its copy gets the sum.
-            first = members[0]
-            self.grads[first] = torch.zeros_like(self._parameters[first], dtype=self._grad_dtype[first])
-            return self.grads[first]
-        total = self.grads[adding[0]]
-        for other in adding[1:]:
-            total = total + self.grads.pop(other)
-        self.grads[adding[0]] = total = total.contiguous()
-        return total
-
     # The `hooks` of a window's generated function (`stretto.runtime.generate`): what it calls besides ops.
     # Edges and parameters are indices in the job's lists.
 
@@ -229,23 +207,34 @@ class RankState:
         self.marks.sends.append((edge, microbatch, self.clock.now()))
         self._leaving[edge, microbatch] = (self.transport.send(self.plan.lane_of(edge), value, to), value)
 
-    def gather_grads(self, groups: Sequence[str], lane: str) -> torch.Tensor:
-        """What is summed of these tied groups, in one tensor."""
-        return together([self._grad_of(group) for group in groups], self._slots(groups, lane))
+    def over_step(self, name: str) -> torch.Tensor:
+        """What lives over the step, as it is now, in one piece. A gradient to which this rank adds nothing is
+        zero."""
+        if name == STEP_LOSS:
+            return self.share_of_loss()
+        k = self._numbers[name]
+        kept = self.grads.get(k)
+        if kept is None:
+            kept = torch.zeros_like(self._parameters[k], dtype=self._grad_dtype[k])
+        self.grads[k] = kept = kept.contiguous()
+        return kept
 
-    def set_grads(self, groups: Sequence[str], lane: str, total: torch.Tensor) -> None:
-        """They are summed."""
-        apart(total, [self._grad_of(group) for group in groups], self._slots(groups, lane))
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """It is this from now on."""
+        if name == STEP_LOSS:
+            self._loss = value
+        else:
+            self.grads[self._numbers[name]] = value
+
+    def free(self, name: str) -> None:
+        """It is there no longer."""
+        self.grads.pop(self._numbers[name], None)
 
     def share_of_loss(self) -> torch.Tensor:
         """One of each copy's ranks adds its share, the others nothing."""
         if not self._losses:
             return torch.zeros((), dtype=self._loss_dtype, device=self.device)
         return self.divisor.share([self._losses[m] for m in sorted(self._losses)])
-
-    def set_loss(self, total: torch.Tensor) -> None:
-        """The step's loss is known."""
-        self._loss = total
 
     def start(
         self,
@@ -256,14 +245,13 @@ class RankState:
         value: torch.Tensor,
         size: int,
         *,
-        owned: bool = False,
+        in_place: bool = False,
     ) -> Started:
-        """owned: nothing else reads the value before the wait."""
+        """in_place: whether the result takes the place of the value."""
         began = self.clock.now()
         row = KINDS[kind]
         if row.in_place:
-            copied = value.clone(memory_format=torch.contiguous_format) if not owned else value
-            result = source = copied
+            result = source = value if in_place else value.clone(memory_format=torch.contiguous_format)
         else:
             source = value.contiguous()
             shape = row.shape(source.shape, size, how)

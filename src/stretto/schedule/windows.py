@@ -10,11 +10,11 @@ same.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stretto.ir.action import Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window, shares_of
-from stretto.ir.program import Job, Op, Parameter
+from stretto.ir.program import GRAD, Job, Op
 
 
 def window_name(slot: Slot) -> str:
@@ -60,17 +60,19 @@ def last_name(name: str) -> str:
     return f"{name} last"
 
 
-def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window:
-    """The window's last run: each sum starts after the last item that adds to one of its gradients, at its
-    end where none does, as on a rank that has a copy and adds nothing to it.
+def last_run(job: Job, window: Window, stage: int, leads: Sequence[Sequence[Op]]) -> Window:
+    """The window's last run: what leads to each reduction comes after the last item that adds to one of its
+    gradients, at its end where none does, as on a rank that has a copy and adds nothing to it.
 
-    stage: that has the sums. Those that can start after the same item do so in the order given."""
+    stage: whose program they are of. Those that can start after the same item do so in the order given."""
     adding = adding_items(job, window)
     part = len(window.parts)
     starts: dict[int, list[Item]] = defaultdict(list)
-    for op in sums:
-        added = (at for group in op.sums for at in adding.get(group, ()))
-        starts[max(added, default=len(window.items) - 1)].append(Item(ItemKind.OP, part, op.name))
+    for lead in leads:
+        added = (at for op in lead for name in op.uses for at in adding.get(name, ()))
+        starts[max(added, default=len(window.items) - 1)] += [
+            Item(ItemKind.OP, part, op.name) for op in lead
+        ]
     # A stage may be empty: its window is empty, and what is to start at its end is all there is.
     items = [*starts[-1], *(each for at, item in enumerate(window.items) for each in (item, *starts[at]))]
     return Window(
@@ -81,10 +83,8 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
     )
 
 
-def adding_items(
-    job: Job, window: Window, group_of: Callable[[Parameter], str] = lambda parameter: parameter.tied_to
-) -> dict[str, list[int]]:
-    """Tied group, or another of parameters -> the window's items that add to its gradient, ascending."""
+def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
+    """Gradient (`grad/a`) -> the window's items that add to it, ascending."""
     parts: dict[tuple[int, Phase], list[int]] = defaultdict(list)
     for part, (stage, runs) in enumerate(window.parts):
         for phase in runs.programs:
@@ -93,12 +93,12 @@ def adding_items(
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
             for part in parts.get((stage, phase), ()):
-                adds[part, value].append(group_of(parameter))
+                adds[part, value].append(GRAD + parameter.name)
     result: dict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(window.items):
         if item.kind is ItemKind.OP:
-            for group in adds.get((item.part, str(item.ref)), ()):
-                result[group].append(at)
+            for grad in adds.get((item.part, str(item.ref)), ()):
+                result[grad].append(at)
     return result
 
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
-from stretto.ir.action import Action
+from stretto.ir.action import ONCE, Action
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
@@ -183,17 +183,12 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    if call.op.sums:
-                        accounts.keep(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
                 # What has not started only this lane could start: the wait never ends.
                 yield from self._wait(Moment() if started is None else started.done, call.name)
-                if call.op.sums:
-                    memory.reduced(call.op)
-                    accounts.keep(clock.now_us, memory.bytes_held)
-                elif started is not None:
+                if started is not None and microbatch != ONCE:
                     yield from self._meet(started)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])

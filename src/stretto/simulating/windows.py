@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from stretto.errors import PlanError
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import ItemKind, Plan, Window
 from stretto.ir.program import WAIT, Op
@@ -31,7 +31,7 @@ class Control(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """An op that starts a collective. key: its stage, phase and name, by which its wait finds it; name: as in
-    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it."""
+    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -39,7 +39,6 @@ class Call:
     nbytes: int
     time: CollectiveTime
     pp_ranks: tuple[int, ...]
-    op: Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,9 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
         time_us = 0.0
         if item.kind is ItemKind.OP:
             stage, _ = window.parts[item.part]
-            op, _ = programs[item.part][str(item.ref)]
-            if faults := missing_times(plan.costs, stage, [op]):
+            op, phase = programs[item.part][str(item.ref)]
+            # Costs may be those of the job alone, without what a plan does once a step.
+            if phase not in ONCE_PHASES and (faults := missing_times(plan.costs, stage, [op])):
                 raise PlanError("cannot simulate the plan", faults)
             time_us = time_of(plan.costs, stage, op)
             call = _call(plan, stage, programs[item.part], op)
@@ -109,7 +109,7 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     pp_ranks = communicator.ranks if communicator.joins_pp_ranks else ()
     time = collective_time(plan.costs, plan.job, communicator, collective)
     key = (stage, phase, started.name)
-    return Call(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started)
+    return Call(key, collective.axis, started.label, collective.nbytes, time, pp_ranks)
 
 
 def _segments(

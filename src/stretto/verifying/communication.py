@@ -10,19 +10,22 @@ once for each program, so the cost does not grow with microbatches.
    in a later one, is proved where all reads are (`stretto.verifying.windows`, `.lifetimes`).
 3. Nothing else touches a start's result, which is being filled until the wait ends: no op, no message, no
    gradient, update or loss.
-4. What is sent is not written meanwhile: the program's only writes are to buffers, when a window ends.
+4. What is sent is not written meanwhile: the program's only writes are to buffers, when a window ends. Of
+   what runs once a step `stretto.verifying.over_step` proves it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.collectives import Kind
-from stretto.ir.flow import PHASES, given_specs, results_of
+from stretto.ir.flow import OVER_STEP, PHASES, given_specs, results_of
 from stretto.ir.parameters import strides_of
-from stretto.ir.plan import Plan
+from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, Stage, TensorSpec
 from stretto.verifying.fault import Fault
 from stretto.verifying.shapes import strides_that_count
@@ -46,11 +49,12 @@ class _StageProof:
     def __init__(self, plan: Plan, stage: Stage, given: dict[str, TensorSpec]) -> None:
         self.job = plan.job
         self.axes = dict(plan.job.axes)
+        self.lanes = {c.name: members_of(plan, c) for c in plan.communicators if c.joins_pp_ranks}
         self.rank = plan.rank_of(stage.index)
         self.stage = stage
         self.given = given
-        self.ops = {op.name: op for phase in PHASES for op in stage.ops[phase]}
-        self.phase_of = {op.name: phase for phase in PHASES for op in stage.ops[phase]}
+        self.ops = {op.name: op for op in stage.all_ops}
+        self.phase_of = {op.name: phase for phase, ops in stage.ops.items() for op in ops}
         self.taken = self.leaving()
         self.waits: dict[str, list[str]] = defaultdict(list)
         for name, op in self.ops.items():
@@ -106,12 +110,19 @@ class _StageProof:
         if source is not None and kind.knows(op.how):
             want = kind.shape(source.shape, size, op.how)
         assert made is not None
-        if source is None or (made.shape, made.dtype, op.alias) != (want, source.dtype, None):
+        place = None
+        if kind.in_place and self.phase_of[op.name] in ONCE_PHASES and self._alone(op, name):
+            place = self.root(name)
+        if source is None or (made.shape, made.dtype, op.alias) != (want, source.dtype, place):
             gives = f"{made}{f', a view of {op.alias}' if op.alias else ''}"
             how = f" by {op.how!r}" if op.how else ""
             of = f"{kind.name}{how} of {name}, {source or 'no tensor'}, over {size} ranks"
             what = f"is {list(want)} of {source.dtype}, a buffer of its own" if source and want else "is none"
             yield f"gives {gives}; but the {of}, {what}", "Capture the job again"
+
+    def _alone(self, op: Op, name: str) -> bool:
+        """Whether nothing else reads the value, so that the result may take its place."""
+        return name.startswith(OVER_STEP) or all(name not in o.uses for o in self.ops.values() if o is not op)
 
     def wait(self, op: Op) -> Found:
         """A wait's arguments, and that its result is the start's."""
@@ -124,7 +135,7 @@ class _StageProof:
             yield what, "Wait, in the same stage, for what a start gives"
             return
         start = self.ops[starts[0]]
-        if (op.outputs, op.alias) != (start.outputs, name):
+        if (op.outputs, op.alias) != (start.outputs, start.alias or name):
             what = f"gives {op.outputs[0]}, a view of {op.alias}; but {name} is {start.outputs[0]}"
             yield what, f"Make it a view of {name} of the same shape"
 
@@ -153,11 +164,12 @@ class _StageProof:
     def group(self, op: Op) -> Found:
         """Axis and size, the last two arguments, are the job's."""
         axis, size = op.args[-2:]
-        if axis not in self.axes:
+        axes = self.axes | (self.lanes if self.phase_of[op.name] in ONCE_PHASES else {})
+        if axis not in axes:
             yield f"the job has no axis {axis!r} other than pp", f"It has {', '.join(self.axes) or 'none'}"
-        elif size != self.axes[axis]:
-            what = f"is for {size} ranks along {axis}, but the job has {self.axes[axis]}"
-            yield what, f"Capture the job for {axis} = {self.axes[axis]}"
+        elif size != axes[axis]:
+            what = f"is for {size} ranks along {axis}, but the job has {axes[axis]}"
+            yield what, f"Capture the job for {axis} = {axes[axis]}"
 
     # 2 to 4. What happens between start and wait.
 
@@ -200,6 +212,11 @@ class _StageProof:
             for value, uses in results_of(self.job, self.stage.index, phase).items():
                 result[value] += [f"it is {use}" for use in uses]
         return result
+
+
+def members_of(plan: Plan, communicator: Communicator) -> int:
+    """How many ranks a communicator joins."""
+    return math.prod((len(communicator.ranks), *map(plan.mesh.size, communicator.axes[1:])))
 
 
 def _has_form(op: Op, *kinds: type) -> bool:

@@ -13,8 +13,8 @@ this same count, and says when (`stretto.simulating.engine`). In bytes:
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
    (`stretto.ir.storage`).
-5. Gradients that are summed together are put into one tensor from the start to the wait, and so are those
-   that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
+5. What lives over the step is replaced by what an op that names it in `writes` makes. A gradient to which
+   the rank adds nothing begins when an op reads it.
 
 Not counted: workspaces and the allocator's waste.
 
@@ -27,17 +27,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
+from stretto.ir.program import GRAD, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
-Program = tuple[int, Phase]
-"""(stage, F | I | W)."""
+Program = tuple[int, Phase | str]
+"""(stage, F | I | W), or of what runs once a step, whose ops are in several windows, (stage, op)."""
 
 
 @dataclass(slots=True)
@@ -100,8 +99,8 @@ class RankMemory:
         self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
             (stage, op.name): (op, phase)
             for stage in self._stages
-            for phase in PHASES
-            for op in plan.job.stages[stage].ops[phase]
+            for phase in (*PHASES, *ONCE_PHASES)
+            for op in plan.job.stages[stage].ops.get(phase, ())
         }
         self._edges_into = {
             (edge.target, edge.value): edge for edge in plan.job.edges if edge.target in self._stages
@@ -125,19 +124,18 @@ class RankMemory:
             for edge_index in group.sends:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
-        # By group of tied parameters: the names that the rank keeps, bytes of one gradient.
-        self._tied: dict[str, tuple[list[str], int]] = {}
+        self._grads: dict[str, int] = {}
+        """Gradient -> its bytes, from when it begins."""
+        self._grad_nbytes = {
+            GRAD + parameter.name: parameter.grad_nbytes for parameter in plan.job.parameters
+        }
         for parameter in plan.job.parameters:
-            if any(stage in self._stages for stage in parameter.stages):
-                names, _ = self._tied.setdefault(parameter.tied_to, ([], parameter.grad_nbytes))
-                names.append(parameter.name)
             for stage, phase, _ in parameter.grads:
                 if stage in self._stages:
-                    self._grad_names[stage, phase].append(parameter.name)
+                    self._grad_names[stage, phase].append(GRAD + parameter.name)
         throughout = bytes_throughout(plan.job, self._stages)
         self.bytes_held = throughout["parameters"] + throughout["optimizer"]
         self._remaining: dict[tuple[int, int], int] = {}
-        self._begun_grads: set[str] = set()
         self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
 
     def _root(self, stage: int, name: str) -> Storage | None:
@@ -174,7 +172,7 @@ class RankMemory:
             touched = tuple(root for root in roots if root is not None)
             self._touched[stage, name] = touched
             for root in touched:
-                root.users.add((stage, phase))
+                root.users.add((stage, name if phase in ONCE_PHASES else phase))
         for edge in self._plan.job.edges:
             if edge.source in self._stages and edge.target not in self._stages:
                 storage = self._root(edge.source, edge.value)
@@ -206,25 +204,6 @@ class RankMemory:
             if self._use(group, microbatch):
                 self.bytes_held -= self._groups[group].nbytes
 
-    def reduce(self, start: Op) -> int:
-        """Step 5: a sum starts. Returns the most bytes that are kept on the way."""
-        peak = self.bytes_held
-        for group in start.sums if start.alias != STEP_LOSS else ():
-            names, nbytes = self._tied[group]
-            begun = self._begun_grads.intersection(names)
-            # A sum of several, or zeros where there is none; one alone stays as it is.
-            if len(begun) != 1:
-                peak = max(peak, self.bytes_held + nbytes)
-                self.bytes_held += nbytes * (1 - len(begun))
-                self._begun_grads -= begun
-                self._begun_grads.add(names[0])
-        self.bytes_held += start.nbytes
-        return max(peak, self.bytes_held)
-
-    def reduced(self, start: Op) -> None:
-        """Step 5: the gradients are summed."""
-        self.bytes_held -= start.nbytes
-
     def run(
         self,
         window: Window,
@@ -233,7 +212,7 @@ class RankMemory:
         op_us: Sequence[float],
     ) -> tuple[Change | None, ...]:
         """What stretches of the window's items do to the bytes kept, in order (None: nothing); the caller
-        applies each when it runs. No item between them is an op of a microbatch. op_us: by item."""
+        applies each when it runs. No item between them is an op. op_us: by item."""
         ending: set[tuple[int, int]] = set()
         # A window may run one program for two microbatches.
         programs: list[tuple[Program, int]] = [
@@ -241,17 +220,17 @@ class RankMemory:
             for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True)
             for sub in phase.programs
         ]
+        if len(window.actions) < len(window.parts):
+            once = (item for item in window.items if item.part not in window.actions)
+            programs += [((window.parts[i.part][0], str(i.ref)), microbatches[i.part]) for i in once]
         for program, microbatch in programs:
             for group in self._groups_of_program[program]:
                 if self._use(group, microbatch):
                     ending.add((group, microbatch))
         first = {
-            name
-            for program, _ in programs
-            for name in self._grad_names[program]
-            if name not in self._begun_grads
+            name for program, _ in programs for name in self._grad_names[program] if name not in self._grads
         }
-        self._begun_grads.update(first)
+        self._grads.update((name, self._grad_nbytes[name]) for name in first)
         # Only which parts share a microbatch matters, not which one it is.
         shape = tuple(microbatches.index(microbatch) for microbatch in microbatches)
         ends = frozenset((group, microbatches.index(microbatch)) for group, microbatch in ending)
@@ -300,9 +279,12 @@ class RankMemory:
             for at in stretch:
                 level += self._made.get(ops[at], 0)
                 begun = 0
+                if window.items[at].part not in window.actions:
+                    level += self._read_over_step(ops[at])
+                    begun = self._written(ops[at])
                 for partial_sum in self._partial_sums.get(ops[at], ()):
-                    if partial_sum.parameter in first:
-                        first.discard(partial_sum.parameter)
+                    if GRAD + partial_sum.parameter in first:
+                        first.discard(GRAD + partial_sum.parameter)
                         # What becomes the gradient goes as the gradient comes; a copy waits beside it.
                         if partial_sum.product or partial_sum.copied:
                             level += partial_sum.nbytes
@@ -317,6 +299,22 @@ class RankMemory:
             change = Change(peak, peak_us / at_us if at_us else 0.0, level)
             changes.append(change if peak or level else None)
         return tuple(changes)
+
+    def _read_over_step(self, key: tuple[int, str]) -> int:
+        """Step 5: bytes of gradients that begin because an op of what runs once a step reads them."""
+        op, _ = self._ops[key]
+        begun = {n: self._grad_nbytes[n] for n in op.uses if n in self._grad_nbytes and n not in self._grads}
+        self._grads.update(begun)
+        return sum(begun.values())
+
+    def _written(self, key: tuple[int, str]) -> int:
+        """Step 5: bytes of what the op changes, less those that it had."""
+        op, _ = self._ops[key]
+        if op.writes not in self._grads:
+            return 0
+        more = sum(spec.nbytes for spec in op.outputs if spec is not None) - self._grads[op.writes]
+        self._grads[op.writes] += more
+        return more
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,17 +345,7 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 def _peak(plan: Plan, rank: int) -> tuple[int, str]:
     """(bytes, the instruction at which they are kept)."""
     memory = RankMemory(plan, rank)
-    sums = {op.name: op for op in plan.sums(rank)}
     highest = (memory.bytes_held, "")
-
-    @cache
-    def cut(name: str) -> tuple[list[range], list[Op | None]]:
-        """A window's items between those of sums, and the op of a sum that comes after each stretch."""
-        window = plan.windows[name]
-        at = [k for k, i in enumerate(window.items) if window.parts[i.part][1] is Phase.REDUCE_GRAD]
-        stretches = [range(a, b) for a, b in zip([0, *(k + 1 for k in at)], [*at, len(window.items)])]
-        return stretches, [*(sums[str(window.items[k].ref)] for k in at), None]
-
     for instruction in plan.orders[rank]:
         peak = 0
         if instruction.kind is InstructionKind.RECV:
@@ -366,16 +354,10 @@ def _peak(plan: Plan, rank: int) -> tuple[int, str]:
             memory.sent(int(instruction.ref), instruction.microbatches[0])
         else:
             window = plan.windows[str(instruction.ref)]
-            stretches, after = cut(window.name)
-            nothing = [0.0] * len(window.items)
-            changes = memory.run(window, instruction.microbatches, stretches, nothing)
-            for change, op in zip(changes, after, strict=True):
-                if change is not None:
-                    peak = max(peak, memory.bytes_held + change.peak)
-                    memory.bytes_held += change.end
-                if op is not None and op.target == WAIT:
-                    memory.reduced(sums[op.uses[0]])
-                elif op is not None:
-                    peak = max(peak, memory.reduce(op))
+            count = len(window.items)
+            [change] = memory.run(window, instruction.microbatches, [range(count)], [0.0] * count)
+            if change is not None:
+                peak = memory.bytes_held + change.peak
+                memory.bytes_held += change.end
         highest = max(highest, (max(peak, memory.bytes_held), str(instruction)), key=lambda one: one[0])
     return highest

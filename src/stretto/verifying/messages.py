@@ -139,7 +139,7 @@ class _Walk:
         self.sent: Counter[str] = Counter()
         self.position: dict[Message, int] = {}
         self.posted: Counter[str] = Counter()
-        self.reducing: set[tuple[str, int]] = set()
+        self.started: set[tuple[str, int]] = set()
         # Groups along an axis are within a rank of the pipeline; only these wait for other ranks.
         self.joined = {result.name: result.ranks for result in plan.communicators if result.joins_pp_ranks}
 
@@ -161,8 +161,8 @@ class _Walk:
             if event.kind is EventKind.SEND:
                 self.position[event.message] = count[lane]
             count[lane] += 1
-        elif event.kind is EventKind.REDUCE and event.op is not None:
-            self.reducing.add((event.op.lane, event.rank))
+        elif event.kind is EventKind.START and event.op is not None:
+            self.started.add((event.op.lane, event.rank))
         return True
 
     def blocked(self, event: Event) -> str | None:
@@ -174,14 +174,12 @@ class _Walk:
                 return f"{shown(self.plan, event.message)}, which rank {event.source} has not sent"
             if self.position[event.message] >= self.posted[self.plan.lane_of(event.message[0])]:
                 return f"{shown(self.plan, event.message)}, whose receive rank {event.target} has not posted"
-        elif event.kind is EventKind.REDUCED and event.op is not None:
+        elif event.kind is EventKind.FINISH and event.op is not None:
             lane = event.op.lane
-            absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.reducing]
+            absent = [r for r in self.joined.get(lane, ()) if (lane, r) not in self.started]
             if absent:
                 wait = self.plan.windows[str(event.instruction.ref)].items[event.item].ref
-                return (
-                    f"the sum of {', '.join(event.op.sums)} ({wait}), which ranks {absent} have not started"
-                )
+                return f"{event.op.name} ({wait}), which ranks {absent} have not started"
         return None
 
     def stuck(self, rank: int) -> Fault:

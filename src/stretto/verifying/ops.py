@@ -37,10 +37,10 @@ def op_faults(plan: Plan) -> list[Fault]:
 
 
 def _in_stage(job: Job, stage: Stage, edited: bool) -> Iterator[Fault]:
-    made = {op.name: op for phase in PHASES for op in stage.ops[phase]}
+    made = {op.name: op for op in stage.all_ops}
     unused, taken = _unused(job, stage) if edited else set(), dict[tuple[str, int], str]()
-    for phase in PHASES:
-        for op in stage.ops[phase]:
+    for phase, ops in stage.ops.items():
+        for op in ops:
             where = f"stage {stage.index}, {phase.value}, {op.name}"
             for what in _said(op, made):
                 yield Fault(None, where, what, AGAIN)

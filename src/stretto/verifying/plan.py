@@ -17,10 +17,10 @@ from stretto.verifying.communicators import communicator_faults
 from stretto.verifying.fault import Fault
 from stretto.verifying.messages import deadlock_faults, message_faults
 from stretto.verifying.ops import op_faults
+from stretto.verifying.over_step import over_step_faults
 from stretto.verifying.placements import placement_faults, sharding_faults
 from stretto.verifying.schedule import action_faults
 from stretto.verifying.shapes import shape_faults
-from stretto.verifying.sums import sum_faults
 from stretto.verifying.windows import lifetime_faults, window_faults
 
 PROOFS: tuple[Callable[[Plan], Iterable[Fault]], ...] = (
@@ -34,7 +34,7 @@ PROOFS: tuple[Callable[[Plan], Iterable[Fault]], ...] = (
     lifetime_faults,
     message_faults,
     communicator_faults,
-    sum_faults,
+    over_step_faults,
 )
 """What is proved of a plan whose references and actions are sound; all of them always run."""
 

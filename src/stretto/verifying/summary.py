@@ -26,7 +26,7 @@ def plan_summary(plan: Plan) -> str:
         head = f"{_counts(('rank', plan.world))} ({mesh}), {head.partition(', ')[2]}"
     events = [event for rank in range(plan.ranks) for event in trace_of(plan, rank)]
     received = [plan.lane_of(event.message[0]) for event in events if event.kind is EventKind.RECV]
-    sums = sum(e.kind is EventKind.REDUCE and e.op is not None and e.op.lane != LOSS for e in events)
+    sums = sum(e.kind is EventKind.START and e.op is not None and e.op.lane != LOSS for e in events)
     programs = [
         plan.job.stages[stage].ops[sub]
         for rank in range(plan.ranks)

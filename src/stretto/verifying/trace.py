@@ -1,5 +1,5 @@
-"""What a rank's order does with messages and sums, flattened: receives, sends, waits, starts, in the order of
-the program.
+"""What a rank's order does with messages, and with collectives that run once a step, flattened: receives,
+sends, waits, starts, in the order of the program.
 
 The proofs of messages and of deadlock walk these traces instead of ops, so that their cost grows with the
 number of messages only. References must be sound (`stretto.ir.references`).
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT, Op
 from stretto.verifying.fault import Fault
@@ -21,21 +21,21 @@ Message = tuple[int, int]
 
 
 class EventKind(StrEnum):
-    """What instructions and items do; of ops, the starts of sums and the waits for them."""
+    """What instructions and items do; of ops, those that start and await collectives once a step."""
 
     RECV = "recv"
     SEND = "send"
     WAIT = "wait"
     SENT = "sent"
-    REDUCE = "reduce"
-    REDUCED = "reduced"
+    START = "start"
+    FINISH = "finish"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """at: index of the instruction in the rank's order; item: in its window; message: for recv, send, wait,
-    sent, with the ranks between which it goes, equal if the value stays on its rank; op: for reduce and
-    reduced, that starts the sum."""
+    sent, with the ranks between which it goes, equal if the value stays on its rank; op: for start and
+    finish, that starts the collective."""
 
     kind: EventKind
     rank: int
@@ -54,20 +54,24 @@ class Event:
 
 def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
     """The rank's events in order."""
+    once = {op.name: op for op in plan.once(rank)}
+    starts = {name: op for name, op in once.items() if op.kind is not None}
+    waits = {
+        name: starts[op.uses[0]] for name, op in once.items() if op.target == WAIT and op.uses[0] in starts
+    }
     inside = {
         name: [
             (k, i)
             for k, i in enumerate(window.items)
-            if i.kind is not ItemKind.OP or window.parts[i.part][1] is Phase.REDUCE_GRAD
+            if i.kind is not ItemKind.OP
+            or (window.parts[i.part][1] in ONCE_PHASES and (i.ref in starts or i.ref in waits))
         ]
         for name, window in plan.windows.items()
     }
-    sums = {(s.index, op.name): op for s in plan.job.stages for op in s.ops.get(Phase.REDUCE_GRAD, ())}
     ends = [ends_of(plan, edge.index) for edge in plan.job.edges]
     for at, instruction in enumerate(plan.orders[rank]):
         kind, ref, microbatches = instruction.kind, instruction.ref, instruction.microbatches
         if kind is InstructionKind.RUN:
-            parts = plan.windows[str(ref)].parts
             inner = [(k, i.kind.value, i.ref, i.part) for k, i in inside[str(ref)]]
         else:
             inner = [(0, kind.value, ref, 0)]
@@ -75,11 +79,10 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
             if isinstance(what, int):
                 message, ends_at = (what, microbatches[part]), ends[what]
                 yield Event(EventKind(word), rank, at, instruction, message, *ends_at, k)
+            elif what in starts:
+                yield Event(EventKind.START, rank, at, instruction, item=k, op=starts[what])
             else:
-                does, op = EventKind.REDUCE, sums[parts[part][0], what]
-                if op.target == WAIT:
-                    does, op = EventKind.REDUCED, sums[parts[part][0], op.uses[0]]
-                yield Event(does, rank, at, instruction, item=k, op=op)
+                yield Event(EventKind.FINISH, rank, at, instruction, item=k, op=waits[what])
 
 
 def ends_of(plan: Plan, edge: int) -> tuple[int, int]:

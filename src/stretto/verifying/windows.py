@@ -5,8 +5,8 @@ reads is there: left by an earlier phase, and not freed since.
 A value that an op reads has one of five origins: it is given from outside the step; an op of the same part
 makes it; an edge that arrives in one of the part's phases brings it; another part of the window, of the same
 stage and microbatch, does either; or an earlier phase of the stage has left it. A value that a stage keeps
-is freed after the run of the last phase that reads it. Gradient reductions are proved in
-`stretto.verifying.sums`.
+is freed after the run of the last phase that reads it. What runs once a step is proved in
+`stretto.verifying.over_step`.
 """
 
 from __future__ import annotations

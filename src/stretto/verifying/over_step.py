@@ -1,0 +1,280 @@
+"""Proves what runs once a step: that it reads what it is to read, whatever the order; that gradients and the
+loss are reduced over all ranks that have addends of them; and that ranks start what joins them in one order.
+
+1. Every op of these programs runs once, on the rank whose program it is in.
+2. What lives over the step has a history: what was added, and which ops have written it. By itself the
+   program runs behind all actions, and each op reads some history. In the plan's order each op must read the
+   same one: so no reduction begins before the last addition, and nothing is read that is not there yet, or no
+   longer.
+3. Along each axis ranks have equal gradients, addends or parts. The programs are placed as all others are
+   (`stretto.ir.placements`), and at the end a gradient is as its parameter is.
+4. Pipeline ranks start the collectives that join them in one order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from stretto.ir.action import ONCE, ONCE_PHASES, Phase
+from stretto.ir.axes import Sums, sums_of
+from stretto.ir.flow import OVER_STEP, given_specs
+from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
+from stretto.ir.placements import Placer
+from stretto.ir.plan import LOSS, ItemKind, Plan, Window
+from stretto.ir.program import FREE, GRAD, STEP_LOSS, Job, Op, Parameter
+from stretto.ir.transfers import tied_ranks
+from stretto.schedule.sums import TIED, reduces_loss
+from stretto.verifying.fault import Fault
+from stretto.verifying.trace import EventKind, trace_of
+
+
+def over_step_faults(plan: Plan) -> list[Fault]:
+    """Every fault of what runs once a step. References must be sound."""
+    result: list[Fault] = []
+    for rank in range(plan.ranks):
+        result += _in_place(plan, rank)
+        result += _History(plan, rank).faults()
+        result += _reduced(plan, rank)
+    result += _one_order(plan)
+    return result
+
+
+def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
+    """What runs of these programs name: ops alone, of this rank, once a step."""
+    own = min(plan.schedule.stages_of(rank), default=-1)
+    for stage in plan.schedule.stages_of(rank):
+        if stage != own and any(plan.job.stages[stage].ops.get(phase) for phase in ONCE_PHASES):
+            what = f"stage {stage} is not the first of its rank"
+            yield Fault(rank, f"what stage {stage} does once a step", what, "Put it into the first stage")
+    for instruction in plan.orders[rank]:
+        window = plan.windows.get(str(instruction.ref))
+        for part_at, (stage, phase) in enumerate(window.parts if window is not None else ()):
+            if phase not in ONCE_PHASES or window is None:
+                continue
+            if plan.rank_of(stage) != rank:
+                what = f"runs what rank {plan.rank_of(stage)} does once a step"
+                yield Fault(rank, str(instruction), what, "Run its own")
+            elif instruction.microbatches[part_at] != ONCE:
+                what = "binds what runs once a step to a microbatch"
+                yield Fault(rank, str(instruction), what, f"Bind it to {ONCE}")
+            elif any(item.part == part_at and item.kind is not ItemKind.OP for item in window.items):
+                yield Fault(rank, str(instruction), f"has messages in {phase}", "Move them to an action")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Something that an item does to what lives over the step: it adds a value, or is an op of its own."""
+
+    at: int
+    part: int
+    value: str
+    adds: tuple[str, ...] = ()
+    op: Op | None = None
+
+
+@dataclass(slots=True)
+class _Contents:
+    """By name, what has happened to it. Additions commute: their order is that of the ops of a window, which
+    keeps it, and of microbatches."""
+
+    of: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, what: object) -> None:
+        self.of[name] = (self.of.get(name, 0) + hash(what)) & (1 << 62) - 1
+
+    def run(self, op: Op) -> None:
+        made = hash((op.name, *(self.of.get(name) for name in op.uses)))
+        self.of[op.name] = made
+        if op.writes is not None:
+            self.of[op.writes] = 0 if op.target == FREE else made
+
+
+class _History:
+    """Step 2 of one rank."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.adds = _adds(plan)
+        self.program = plan.once(rank)
+        self.expected: dict[str, dict[str, int | None]] = {}
+        contents = _Contents()
+        for run, step in self._steps():
+            for name in step.adds:
+                contents.add(name, (step.value, run))
+        for op in self.program:
+            self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
+            contents.run(op)
+
+    def _steps(self) -> Iterator[tuple[tuple[int, int], _Step]]:
+        """In the plan's order: ((instruction, microbatch), step)."""
+        known: dict[str, list[_Step]] = {}
+        ops = {op.name: op for op in self.program}
+        for at, instruction in enumerate(self.plan.orders[self.rank]):
+            window = self.plan.windows.get(str(instruction.ref))
+            if window is None:
+                continue
+            if window.name not in known:
+                known[window.name] = list(_steps_of(window, self.adds, ops))
+            for step in known[window.name]:
+                yield (at, instruction.microbatches[step.part]), step
+
+    def faults(self) -> Iterator[Fault]:
+        last = {name: (at, step) for (at, _), step in self._steps() for name in step.adds}
+        contents = _Contents()
+        done: set[str] = set()
+        for run, step in self._steps():
+            for name in step.adds:
+                contents.add(name, (step.value, run))
+            op = step.op
+            if op is None:
+                continue
+            if op.name in done:
+                yield self._fault(run[0], op, "is there a second time", "Keep one")
+                continue
+            done.add(op.name)
+            for name, content in self.expected[op.name].items():
+                if contents.of.get(name) != content:
+                    yield self._fault(run[0], op, *self._wrong(name, run[0], step, last, done))
+                    if content is not None:
+                        contents.of[name] = content
+            contents.run(op)
+        for op in self.program:
+            if op.name not in done:
+                yield Fault(self.rank, op.name, "never runs", "Add it to a window")
+
+    def _wrong(
+        self, name: str, at: int, step: _Step, last: Mapping[str, tuple[int, _Step]], done: set[str]
+    ) -> tuple[str, str]:
+        """Why an op reads something else than it should."""
+        if not name.startswith(OVER_STEP):
+            return f"reads {name}, which is not there yet", f"Move it after {name}"
+        run, adding = last.get(name, (-1, None))
+        if adding is not None and (run, adding.at) > (at, step.at):
+            does = f"`{self.plan.orders[self.rank][run]}` has added its part of {name}"
+            return f"reads {name} before {does}", "Move it after that"
+        before = [op.name for op in self.program if op.writes == name]
+        late = next((one for one in before if one not in done), None)
+        if late is not None:
+            return f"reads {name} before {late} has written it", f"Move it after {late}"
+        return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
+
+    def _fault(self, at: int, op: Op, what: str, fix: str) -> Fault:
+        window = self.plan.windows[str(self.plan.orders[self.rank][at].ref)]
+        return Fault(self.rank, f"window {window.name}, {op.name}", what, fix)
+
+
+def _adds(plan: Plan) -> dict[tuple[int, Phase, str], tuple[str, ...]]:
+    """(stage, phase, value) -> what it is added to."""
+    result: dict[tuple[int, Phase, str], tuple[str, ...]] = defaultdict(tuple)
+    result[plan.job.loss[0], Phase.F, plan.job.loss[1]] = (STEP_LOSS,)
+    for parameter in plan.job.parameters:
+        for key in parameter.grads:
+            result[key] += (GRAD + parameter.name,)
+    return result
+
+
+def _steps_of(
+    window: Window, adds: Mapping[tuple[int, Phase, str], tuple[str, ...]], ops: Mapping[str, Op]
+) -> Iterator[_Step]:
+    for at, item in enumerate(window.items):
+        stage, phase = window.parts[item.part]
+        if item.kind is not ItemKind.OP:
+            continue
+        name = str(item.ref)
+        if phase in ONCE_PHASES:
+            if name in ops:
+                yield _Step(at, item.part, name, op=ops[name])
+            continue
+        added = [to for sub in phase.programs for to in adds.get((stage, sub, name), ())]
+        if added:
+            yield _Step(at, item.part, name, tuple(added))
+
+
+def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
+    """Step 3 of one rank."""
+    job, program = plan.job, plan.once(rank)
+    stages = plan.schedule.stages_of(rank)
+    here = list(_trained(job, stages))
+    tied = [name for name, ranks in tied_ranks(job, plan.schedule.stage_ranks).items() if rank in ranks]
+    freed = {op.writes for op in program if op.target == FREE}  # several of a tie become one
+    specs = given_specs(job) | {op.name: op.spec for op in program if op.spec is not None}
+
+    def proved(axis: str, size: int, given: dict[str, Placement], said: str) -> Iterator[Fault]:
+        placer = Placer(axis, size, given)
+        for op in program:
+            try:
+                placer.place(op, specs)
+            except PlacementError as trouble:
+                yield Fault(rank, f"{op.name} ({op.target})", f"{trouble} (along {said})", trouble.fix)
+                placer.values[op.name] = LOCAL
+            if op.writes is not None and op.target != FREE:
+                placer.values[op.writes] = placer.of(op.name)
+        for name, was in given.items():
+            kept, parts = placer.of(name), ("part", "local")
+            if name not in freed and not kept.is_full and not (was.kind in parts and kept.kind in parts):
+                what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
+                yield Fault(rank, name, what, "Add a sum that has it; others wait")
+
+    for axis, size in job.axes:
+        if size > 1:
+            yield from proved(axis, size, {GRAD + p.name: _addend(p, axis) for p in here}, axis)
+    for name in tied:
+        copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
+        yield from proved(TIED + name, 2, copies, "the ranks that have a copy")
+    if reduces_loss(job, plan.ranks):
+        yield from proved(LOSS, 2, {STEP_LOSS: SUM}, "all ranks")
+
+
+def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
+    """Parameters whose gradients these stages have; of a tie to which they add nothing, the first."""
+    groups: dict[str, list[Parameter]] = defaultdict(list)
+    for parameter in job.parameters:
+        if any(stage in stages for stage in parameter.stages):
+            groups[parameter.tied_to].append(parameter)
+    trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    for name, group in groups.items():
+        if name in trained:
+            adding = [p for p in group if any(stage in stages for stage, _, _ in p.grads)]
+            yield from adding or group[:1]
+
+
+def _addend(parameter: Parameter, axis: str) -> Placement:
+    """What a rank has of a gradient before it is reduced."""
+    shard = next((one for one in parameter.shards if one.axis == axis), None)
+    if shard is not None:
+        return LOCAL if shard.copies > 1 else part(shard.dim, shard.blocks)
+    summed = axis in parameter.partial or sums_of(axis) is Sums.ALL
+    return SUM if summed else EQUAL
+
+
+def _one_order(plan: Plan) -> Iterator[Fault]:
+    """Ranks start what joins them in one order: sums of ties, and that of the loss."""
+    joined = {result.name: result.ranks for result in plan.communicators if result.joins_pp_ranks}
+    starts = [_first_starts(plan, rank) for rank in range(plan.ranks)]
+    for first in range(plan.ranks):
+        for second in range(first + 1, plan.ranks):
+            both = starts[first].keys() & starts[second].keys() & joined.keys()
+            shared = {lane for lane in both if {first, second} <= {*joined[lane]}}
+            here, there = ([lane for lane in starts[rank] if lane in shared] for rank in (first, second))
+            if here != there:
+                a, b = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
+                yield Fault(
+                    second,
+                    f"window {starts[second][b]}, start on {b}",
+                    f"starts before that on {a}, but rank {first}, window {starts[first][a]}, starts {a} "
+                    f"first: the order here is {', '.join(there)}, that of rank {first} is "
+                    f"{', '.join(here)}",
+                    "Start sums of tied gradients, and of the loss, in the same order on all ranks",
+                )
+
+
+def _first_starts(plan: Plan, rank: int) -> dict[str, str]:
+    """Communicator -> the window in which the rank starts the first collective of a program that runs once
+    a step on it, in this order."""
+    result: dict[str, str] = {}
+    for event in trace_of(plan, rank):
+        if event.kind is EventKind.START and event.op is not None:
+            result.setdefault(event.op.lane, str(event.instruction.ref))
+    return result
