@@ -348,7 +348,7 @@ def _run_once(found: _Broken, plan: Plan) -> None:
 
 
 def _costs(found: _Broken, plan: Plan) -> None:
-    ops = {(s.index, op.name) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]}
+    ops = {(stage, op.name) for stage, op in plan.job.all_ops}
     costs, ranks = plan.costs, range(plan.ranks)
     for key in costs.op_us:
         if key not in ops:
