@@ -23,7 +23,8 @@ COMPUTE_LANE = "compute"
 class SpanKind(StrEnum):
     """compute: ops run. exposed: the compute lane waits for a message that is under way. bubble: the compute
     lane has nothing to do (it waits for a message whose sender has not made it yet, or for the end of the
-    step; so does a rank that has no op left, whatever it waits for, while others work or end after it). message: a transfer, on the lane of its communicator, drawn at the receiver's rank."""
+    step; so does a rank that has no op left, whatever it waits for, while others work or end after it).
+    message: a transfer, on the lane of its communicator, drawn at the receiver's rank."""
 
     COMPUTE = "compute"
     EXPOSED = "exposed"

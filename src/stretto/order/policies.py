@@ -179,7 +179,8 @@ def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tupl
 
 
 def _latest(graph: WindowGraph, order: Sequence[int], work_us: float) -> frozenset[int]:
-    """What leads to one reduction and to nothing else, from the end of an order, until it has so much work."""
+    """What leads to one reduction and to nothing else, from the end of an order on, until it has so much
+    work."""
     result: set[int] = set()
     own = _leading_to_one(graph)
     for index in reversed(order):

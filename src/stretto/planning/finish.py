@@ -215,9 +215,7 @@ def _reordered(plan: Plan, max_bytes: int | None) -> dict[str, Window]:
     return result
 
 
-def _limits(
-    plan: Plan, rank: int, graphs: Mapping[str, WindowGraph], max_bytes: int
-) -> Mapping[str, int]:
+def _limits(plan: Plan, rank: int, graphs: Mapping[str, WindowGraph], max_bytes: int) -> Mapping[str, int]:
     """By name of a window, the bytes above those at its begin that it may use on the rank, which has the rest
     for what is kept besides the window."""
     peaks = {instruction.ref: peak for peak, instruction in instruction_peaks(plan, rank)}
