@@ -7,8 +7,8 @@ number by number. Times are microseconds from the step's common start; memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -23,7 +23,8 @@ COMPUTE_LANE = "compute"
 class SpanKind(StrEnum):
     """compute: ops run. exposed: the compute lane waits for a message that is under way. bubble: the compute
     lane has nothing to do (it waits for a message whose sender has not made it yet, or for the end of the
-    step). message: a transfer, on the lane of its communicator, drawn at the receiver's rank."""
+    step; so does a rank that has no op left, whatever it waits for, while others work or end after it).
+    message: a transfer, on the lane of its communicator, drawn at the receiver's rank."""
 
     COMPUTE = "compute"
     EXPOSED = "exposed"
@@ -187,6 +188,37 @@ class Timeline:
             known = ", ".join(sorted(SAVERS)) or "none; import stretto.report first"
             raise UsageError(f"cannot save a timeline as {path}: known suffixes are {known}")
         saver(self, path)
+
+
+SAME_END = 0.001
+"""A rank whose last wait ends so close to the end of the step, as a share of it, ends with the step. Assumed:
+what clocks of ranks differ by."""
+
+
+def without_closing_waits(spans: Iterable[Span], step_us: float) -> list[Span]:
+    """The spans, where a rank that has no op left waits for the end of the step (bubble) and not for
+    communication (exposed): while another rank works, and throughout if it is done before the step ends."""
+    spans = list(spans)
+    worked_us: dict[int, float] = defaultdict(float)
+    ended_us: dict[int, float] = defaultdict(float)
+    for span in spans:
+        if span.kind is SpanKind.COMPUTE and span.phase is not Phase.REDUCE_GRAD:
+            worked_us[span.rank] = max(worked_us[span.rank], span.end_us)
+        if span.kind in (SpanKind.COMPUTE, SpanKind.EXPOSED):
+            ended_us[span.rank] = max(ended_us[span.rank], span.end_us)
+    others_us = max(worked_us.values(), default=0.0)
+    result: list[Span] = []
+    for span in spans:
+        if span.kind is not SpanKind.EXPOSED or span.start_us < worked_us[span.rank]:
+            result.append(span)
+            continue
+        ends_first = ended_us[span.rank] < (1.0 - SAME_END) * step_us
+        middle_us = span.end_us if ends_first else min(max(others_us, span.start_us), span.end_us)
+        if middle_us > span.start_us:
+            result.append(replace(span, kind=SpanKind.BUBBLE, end_us=middle_us))
+        if middle_us < span.end_us:
+            result.append(replace(span, start_us=middle_us))
+    return result
 
 
 def _covered_us(intervals: list[tuple[float, float]]) -> float:

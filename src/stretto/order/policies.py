@@ -18,7 +18,7 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -64,6 +64,10 @@ Assumed."""
 
 CLOSE = 1.001
 """An order is not improved within this factor of what no order can beat. Assumed."""
+
+HELD = (1.0, 2.0)
+"""How much work of weight gradients waits in a last run, in parts of what its reductions take beyond its end.
+Assumed: those that wait have reductions themselves."""
 
 WALKS_OF_LAST_RUN = 30
 """Walks of the search for the order of a window's last run. Assumed."""
@@ -143,37 +147,64 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     return search.best.orders[0]
 
 
-def early_reductions(graph: WindowGraph) -> tuple[int, ...]:
+def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tuple[int, ...]:
     """The best order of a window's last run, in which gradients are complete early, so that their reductions
-    start within it. The measure is when the last of these is done. graph: of a window in the order that its
-    other runs have. Tried are
+    start within it. The measure is when the last of these is done; of orders that take about as long (CLOSE)
+    the one with less memory. graph: of a window in the order that its other runs have; limit_bytes: as in
+    `list_order`. Tried are
 
     1. that order;
     2. each weight gradient as soon as it can run, before all that leads to more than one reduction;
-    3. where the window has collectives of its own, which then have less to hide under, an order between,
+    3. the same, but the last weight gradients wait, as much work of them as the reductions of 2. take beyond
+       its end: a large one that comes last, as that of an embedding, is then done under them. For two
+       machines, here compute and the lane, this is Johnson's rule: what has the longer way behind it is
+       first;
+    4. where the window has collectives of its own, which then have less to hide under, an order between,
        found by local search.
     """
-    limit_bytes = captured_limit(graph)
-    orders: list[Sequence[int]] = [
-        range(len(graph.nodes)),
-        list_order(graph, urgency=_reductions_first(graph), limit_bytes=limit_bytes),
-    ]
+    limit = captured_limit(graph) if limit_bytes is None else limit_bytes
+    first = range(len(graph.nodes))
+    orders: list[Sequence[int]] = [list_order(graph, urgency=_reductions_first(graph), limit_bytes=limit)]
+    early = replay(graph, orders[0])
+    for times in HELD if early.step_us > early.end_us else ():
+        held = _latest(graph, orders[0], times * (early.step_us - early.end_us))
+        orders.append(list_order(graph, urgency=_reductions_first(graph, held), limit_bytes=limit))
     if graph.communicates:
-        orders.append(improve_order(graph, limit_bytes=limit_bytes, walks=WALKS_OF_LAST_RUN))
-
-    def measure(order: Sequence[int]) -> tuple[float, float, int]:
-        played = replay(graph, order)
-        return played.step_us, played.end_us, played.peak_bytes
-
-    fitting = [order for order in orders[1:] if replay(graph, order).peak_bytes <= limit_bytes]
-    best: Sequence[int] = min((orders[0], *fitting), key=measure)
-    return tuple(best)
+        orders.append(improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN))
+    walked = [(replay(graph, order), order) for order in orders]
+    walked = [(replay(graph, first), first), *(one for one in walked if one[0].peak_bytes <= limit)]
+    least_us = min(played.step_us for played, _ in walked)
+    close = [one for one in walked if one[0].step_us <= CLOSE * least_us]
+    return tuple(min(close, key=lambda one: (one[0].peak_bytes, one[0].step_us, one[0].end_us))[1])
 
 
-def _reductions_first(graph: WindowGraph) -> list[float]:
-    """Urgencies in which what leads to one reduction and to nothing else comes before all else."""
+def _latest(graph: WindowGraph, order: Sequence[int], work_us: float) -> frozenset[int]:
+    """What leads to one reduction and to nothing else, from the end of an order on, until it has so much
+    work."""
+    result: set[int] = set()
+    own = _leading_to_one(graph)
+    for index in reversed(order):
+        if own[index]:
+            result.add(index)
+            work_us -= graph.nodes[index].work_us
+            if work_us <= 0.0:
+                break
+    return frozenset(result)
+
+
+def _reductions_first(graph: WindowGraph, held: Collection[int] = ()) -> list[float]:
+    """Urgencies in which what leads to one reduction and to nothing else comes before all else, but for what
+    is held."""
     urgency = urgencies(graph)
     above_us = max(urgency, default=0.0)
+    for index, own in enumerate(_leading_to_one(graph)):
+        if own and index not in held:
+            urgency[index] += above_us
+    return urgency
+
+
+def _leading_to_one(graph: WindowGraph) -> list[bool]:
+    """By node, whether it leads to one reduction and to no other communication."""
     leads = [0] * len(graph.nodes)  # bit n: to the communication that node n starts
     reductions = 0
     for index in reversed(range(len(graph.nodes))):
@@ -183,9 +214,7 @@ def _reductions_first(graph: WindowGraph) -> list[float]:
         reductions |= leads[index] if role is Role.SUM else 0
         for user in graph.after[index]:
             leads[index] |= leads[user]
-        if leads[index].bit_count() == 1 and leads[index] & reductions:
-            urgency[index] += above_us
-    return urgency
+    return [one.bit_count() == 1 and bool(one & reductions) for one in leads]
 
 
 POLICIES: dict[str, Policy] = {

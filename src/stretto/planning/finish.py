@@ -34,13 +34,13 @@ from stretto.errors import PlanError
 from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.order.depend import make_graph
-from stretto.order.policies import early_reductions
+from stretto.order.depend import WindowGraph, make_graph
+from stretto.order.policies import captured_limit, early_reductions
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import Message, lower
 from stretto.planning.windows import as_short, lowered
 from stretto.simulating import simulate
-from stretto.verifying.memory import memory_faults
+from stretto.verifying.memory import instruction_peaks, memory_faults
 
 MOST = 3
 """As many microbatches as lowering posts ahead where each has one message (`planning.lower.LOOKAHEAD`)."""
@@ -85,7 +85,7 @@ def receives_ahead(step: Step, context: Context) -> Step:
 
 def _fits(step: Step, context: Context) -> bool:
     """Step 3, with waits for sends where they will be."""
-    if step.max_bytes is None:
+    if step.max_bytes is None or not memory_faults(lowered(step, context), step.max_bytes):
         return True
     return not memory_faults(lowered(sends_waited(step, context), context), step.max_bytes)
 
@@ -138,9 +138,26 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
 
 def reductions_within(step: Step, context: Context) -> Step:
     """The step with the orders of last runs, as they are or with reductions as early as can be or at the end,
-    that take least."""
+    that take least and have the memory that they need. Where those that use all memory of a rank have not,
+    as what windows do to gradients is not counted in them, those that need no more than the captured one."""
     plan = lowered(step, context)
-    early = _reordered(plan)
+    short = plan if step.short is step.schedule else lowered(as_short(step, context), context)
+    for max_bytes in dict.fromkeys((step.max_bytes, None)):
+        tried = _last_orders(plan, max_bytes)
+        took_us = [_step_us(_with(short, windows)) for windows in tried] if len(tried) > 1 else [0.0]
+        faster = [at for at, us in enumerate(took_us) if us < took_us[0]]
+        for at in sorted(faster, key=took_us.__getitem__):
+            made = replace(step, windows={**plan.windows, **tried[at]})
+            if _fits(made, context):
+                return made
+        if not faster:
+            break
+    return step
+
+
+def _last_orders(plan: Plan, max_bytes: int | None) -> list[Mapping[str, Window]]:
+    """What is tried: by name, windows with another order."""
+    early = _reordered(plan, max_bytes)
     silent = {
         name: window
         for name, window in early.items()
@@ -149,11 +166,7 @@ def reductions_within(step: Step, context: Context) -> Step:
     late = _at_end(plan) if plan.costs.shared else {}
     tried: list[Mapping[str, Window]] = [{}]
     tried += [windows for windows in (early, silent, late) if windows and windows not in tried]
-    if len(tried) == 1:
-        return step
-    short = lowered(as_short(step, context), context)
-    best = min(tried, key=lambda windows: _step_us(_with(short, windows)))
-    return replace(step, windows={**plan.windows, **best}) if best else step
+    return tried
 
 
 def reduced_best(plan: Plan) -> Timeline:
@@ -187,17 +200,26 @@ def _step_us(plan: Plan) -> float:
         return inf
 
 
-def _reordered(plan: Plan) -> dict[str, Window]:
+def _reordered(plan: Plan, max_bytes: int | None) -> dict[str, Window]:
     """By name, windows in which reductions start that have another order for it."""
     result: dict[str, Window] = {}
-    for name, window in plan.windows.items():
-        if len(window.actions) in (0, len(window.parts)):
-            continue
-        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        items = tuple(graph.nodes[index].item for index in early_reductions(graph))
-        if items != window.items:
-            result[name] = replace(window, items=items)
+    for rank in range(plan.ranks):
+        starting = [w for _, _, w in plan.runs(rank) if 0 < len(w.actions) < len(w.parts)]
+        graphs = {w.name: make_graph(plan.job, plan.costs, w, plan.schedule.stage_ranks) for w in starting}
+        limits = {} if max_bytes is None else _limits(plan, rank, graphs, max_bytes)
+        for name, graph in graphs.items():
+            order = early_reductions(graph, limits.get(name))
+            items = tuple(graph.nodes[index].item for index in order)
+            if items != graph.window.items:
+                result[name] = replace(graph.window, items=items)
     return result
+
+
+def _limits(plan: Plan, rank: int, graphs: Mapping[str, WindowGraph], max_bytes: int) -> Mapping[str, int]:
+    """By name of a window, the bytes above those at its begin that it may use on the rank, which has the rest
+    for what is kept besides the window."""
+    peaks = {instruction.ref: peak for peak, instruction in instruction_peaks(plan, rank)}
+    return {name: captured_limit(graph) + max_bytes - peaks[name] for name, graph in graphs.items()}
 
 
 def _with(plan: Plan, windows: Mapping[str, Window]) -> Plan:

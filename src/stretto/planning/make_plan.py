@@ -55,7 +55,6 @@ from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict, simulate
 from stretto.verifying import verify
-from stretto.verifying.memory import memory_faults
 
 
 def make_plan(
@@ -203,9 +202,6 @@ def _finished(step: Step, context: Context) -> Plan:
     # A policy that the user chose orders last runs as well.
     early = reductions_within(step, context) if context.order == DEFAULT else step
     draft = _with_messages(early, context)
-    if early is not step and step.max_bytes is not None and memory_faults(draft, step.max_bytes):
-        # Reductions that start early keep their buffers for longer.
-        draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))
 

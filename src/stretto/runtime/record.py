@@ -29,7 +29,15 @@ from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline, axis_of
+from stretto.ir.timeline import (
+    COMPUTE_LANE,
+    Span,
+    SpanKind,
+    Stall,
+    Timeline,
+    axis_of,
+    without_closing_waits,
+)
 from stretto.ir.transfers import SUM, message_us
 
 LEAST_SPAN_US = 1.0
@@ -157,7 +165,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         "measured",
         plan.ranks,
         step_us,
-        tuple(spans),
+        tuple(without_closing_waits(spans, step_us)),
         tuple(peaks),
         members=plan.members,
         busy_us=tuple(busy_us(m) for m in marks),

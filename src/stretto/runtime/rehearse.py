@@ -24,7 +24,7 @@ from stretto.errors import UsageError
 from stretto.ir.integers import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
-from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline, without_closing_waits
 from stretto.measure.measured import device_of
 from stretto.runtime.compare import line, rank_lines
 from stretto.runtime.emulated_cuda import CudaTransport
@@ -186,7 +186,7 @@ def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], 
     spans = [*live.spans, *transport.idle]
     spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, transport.idle)
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
-    spans += gap_spans(pp_rank, lane, step_us)
+    spans = without_closing_waits([*spans, *gap_spans(pp_rank, lane, step_us)], step_us)
     spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
     others = live.ranks
     peaks = tuple(

@@ -14,7 +14,7 @@
    (`simulating.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
-   step.
+   step (`without_closing_waits`).
 7. A sound plan runs to its end. Of one that does not, the proof says why (`stretto.verifying`).
 """
 
@@ -28,7 +28,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import ONCE, Action
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import InstructionKind, Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline, without_closing_waits
 from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
@@ -97,12 +97,13 @@ class Walk:
     def run(self) -> Timeline:
         self.begin()
         step_us = self.end()
-        self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
+        spans = without_closing_waits(self.spans, step_us)
+        spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
             "simulated",
             len(self.ranks),
             step_us,
-            tuple(self.spans),
+            tuple(spans),
             tuple(rank.accounts.peak_bytes for rank in self.ranks.values()),
             tuple(tuple(rank.accounts.steps) for rank in self.ranks.values()),
             members=self.plan.members,

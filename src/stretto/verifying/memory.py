@@ -25,12 +25,12 @@ each such case is worked out once, stretch by stretch of its items, relative to 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
-from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
+from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import GRAD, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
@@ -344,8 +344,14 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 
 def _peak(plan: Plan, rank: int) -> tuple[int, str]:
     """(bytes, the instruction at which they are kept)."""
+    peaks = instruction_peaks(plan, rank)
+    peak, at = max(peaks, key=lambda one: one[0], default=(0, ""))
+    return peak, str(at)
+
+
+def instruction_peaks(plan: Plan, rank: int) -> Iterator[tuple[int, Instruction]]:
+    """The instructions of the rank in order, each with the most bytes that the rank has meanwhile."""
     memory = RankMemory(plan, rank)
-    highest = (memory.bytes_held, "")
     for instruction in plan.orders[rank]:
         peak = 0
         if instruction.kind is InstructionKind.RECV:
@@ -359,5 +365,4 @@ def _peak(plan: Plan, rank: int) -> tuple[int, str]:
             if change is not None:
                 peak = memory.bytes_held + change.peak
                 memory.bytes_held += change.end
-        highest = max(highest, (max(peak, memory.bytes_held), str(instruction)), key=lambda one: one[0])
-    return highest
+        yield max(peak, memory.bytes_held), instruction
