@@ -25,7 +25,7 @@ from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.planning.make_plan import prices_of
 from stretto.planning.schedules import choose_schedule
 from stretto.price.cluster_file import find_cluster
-from stretto.schedule.sums import without_reductions
+from stretto.schedule.once import without_once
 
 EP, SEQUENCE, LAYERS = 16, 4096, 2
 CLUSTER = f"h100x{EP}"
@@ -55,7 +55,7 @@ def captured(microbatches: int, layers: int = LAYERS, **how: Any) -> Job:
     job = stretto.capture(
         model(layers), batch, loss=moe_token_sum, parallel=parallel, precision="bf16", device="cuda"
     )
-    return without_reductions(job)
+    return without_once(job)
 
 
 def by_hand(job: Job, order: Orderer) -> Plan:
@@ -91,8 +91,8 @@ def main(arguments: Sequence[str]) -> None:
     ours("AMPipe 2", two, "local")
     ours("AMPipe 4", four, "local")
     ours("AMPipe 2, pipe-experts", sliced(ampipe_degree=2), "local")
-    row("AMPipe 2 in MindSpeed's order", by_hand(without_reductions(two), ampipe))
-    row("AMPipe 4 in MindSpeed's order", by_hand(without_reductions(four), ampipe))
+    row("AMPipe 2 in MindSpeed's order", by_hand(without_once(two), ampipe))
+    row("AMPipe 4 in MindSpeed's order", by_hand(without_once(four), ampipe))
     row("windows in Megatron's order", by_hand(one, megatron))
     ours("windows", one, "window")
     ours("windows, AMPipe 2", two, "window")

@@ -39,7 +39,7 @@ from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.measure.measured import measured_costs
 from stretto.measure.profile import typical
-from stretto.schedule.sums import without_reductions
+from stretto.schedule.once import without_once
 
 WARM_UPS = 2
 """Steps that do not count: first messages open connections, first steps fill caches."""
@@ -164,7 +164,7 @@ def run_cell(cell: GridCell, rounds: int) -> tuple[CellResult, Plan, Plan, list[
     steps = max(1, min(MOST_STEPS, math.ceil(ROUND_US / prediction_of(plan).step_us)))
     times = [[step() for _ in range(steps)] for _ in range(rounds)]
     runner.close()
-    again = with_costs(plan, measured_costs(without_reductions(plan.job), plan.schedule))
+    again = with_costs(plan, measured_costs(without_once(plan.job), plan.schedule))
     prediction = prediction_of(again)
     exposed = [
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))

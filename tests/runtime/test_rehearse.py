@@ -316,10 +316,8 @@ def test_lanes_are_streams_that_take_the_predicted_time(layout: dict[str, Any], 
     place = plan.mesh.coordinates(rank)["pp"]
     transport = CudaTransport(plan, rank, device)
     transport.open(plan.communicators, device, plan.mesh)
-    own, read = made_up_parameters(plan, place, device, 0)
-    dtypes = {k: p.dtype for k, p in own.items()}
-    buffers = made_up_buffers(plan, place, device)
-    state = RankState(plan, transport, device, read, buffers, 0, dtypes)
+    parameters = made_up_parameters(plan, place, device, 0)
+    state = RankState(plan, transport, device, parameters, made_up_buffers(plan, place, device), 0)
     assert all(stream.priority < 0 for stream in transport._streams.values())
     for _ in range(2):
         transport.begin()

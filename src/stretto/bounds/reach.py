@@ -47,7 +47,7 @@ from stretto.ir.transfers import (
     time_of,
 )
 from stretto.processor.budget import Pace
-from stretto.schedule.sums import around_starts, communicators_of, with_reductions
+from stretto.schedule.once import around_starts, communicators_of, with_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _ends(
     """
     empty: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
     where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
-    reducing = with_reductions(job, where)
+    reducing = with_once(job, where)
     communicators = {one.name: one for one in communicators_of(job, where)}
     chains: list[dict[str, tuple[ReductionTime, ...]]] = []
     for rank in range(where.ranks):
@@ -259,6 +259,8 @@ def _ends(
         for stage in where.stages_of(rank):
             leads, _ = around_starts(reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()))
             for name, lead in leads.items():
+                if not name:
+                    continue
                 assert lead[-1].collective is not None
                 communicator = communicators[lead[-1].lane]
                 time = collective_time(costs, job, communicator, lead[-1].collective)

@@ -16,12 +16,14 @@ from enum import StrEnum
 
 class Phase(StrEnum):
     """What a program computes: forward, input gradient, weight gradient, or both gradients together, of a
-    microbatch; gradient reductions, once a step (microbatch `ONCE`; no action of a schedule)."""
+    microbatch; once a step (microbatch `ONCE`; no action of a schedule) what ops read of parameters, and
+    gradient reductions."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's own letter for the input gradient
     W = "W"
     B = "B"
+    UNSHARD = "UNSHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
     @property
@@ -40,11 +42,13 @@ _MEANINGS = {
     Phase.I: "input gradient",
     Phase.W: "weight gradient",
     Phase.B: "backward (I and W)",
+    Phase.UNSHARD: "parameters gathered",
     Phase.REDUCE_GRAD: "gradient reductions",
 }
 
-ONCE_PHASES = (Phase.REDUCE_GRAD,)
-"""Programs that run once a step, in the order in which they would run by themselves, around all actions."""
+BEFORE, AFTER = Phase.UNSHARD, Phase.REDUCE_GRAD
+ONCE_PHASES = (BEFORE, AFTER)
+"""Programs that run once a step: by itself, the one would run before all actions, and the other after."""
 
 ONCE = -1
 """Their microbatch."""

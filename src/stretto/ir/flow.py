@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from stretto.ir.action import Phase
-from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, Stage, TensorSpec
+from stretto.ir.kept import shard_spec
+from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS, Job, Op, Stage, TensorSpec
 
 OVER_STEP = (GRAD, STEP_LOSS)
-"""Prefixes of what a step makes and its programs read and write."""
+"""Prefixes of what a step makes and its programs read and write; parameters that are made are besides."""
 
-EXTERNAL = ("param/", "buffer/", "batch/", "const/", *OVER_STEP)
+EXTERNAL = (PARAM, SHARD, "buffer/", "batch/", "const/", *OVER_STEP)
 """Prefixes of values that no op defines."""
 
 PHASES = (Phase.F, Phase.I, Phase.W)
@@ -22,13 +23,19 @@ def is_external(name: str) -> bool:
 
 def given_specs(job: Job) -> dict[str, TensorSpec]:
     """Shape and dtype of every value that no op makes."""
-    result = {f"param/{p.name}": p.spec for p in job.parameters}
+    result = {PARAM + p.name: p.spec for p in job.parameters}
+    result |= {SHARD + p.tied_to: shard_spec(job, p) for p in job.parameters if p.is_made}
     result |= {f"buffer/{b.name}": b.spec for b in job.buffers}
     result |= {f"const/{c.name}": c.spec for c in job.constants}
     result |= {f"batch/{name}": spec for name, spec in job.batch}
     trained = {p.tied_to for p in job.parameters if p.grads}
     result |= {GRAD + p.name: p.grad_spec for p in job.parameters if p.tied_to in trained}
     return result | {"tangent": job.loss_spec, STEP_LOSS: job.loss_spec}
+
+
+def made_parameters(job: Job) -> frozenset[str]:
+    """`param/<name>` of those that a program makes."""
+    return frozenset(PARAM + parameter.name for parameter in job.parameters if parameter.is_made)
 
 
 def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:

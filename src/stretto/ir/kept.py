@@ -59,3 +59,11 @@ def kept_spec(job: Job, parameter: Parameter, number: int = 0) -> TensorSpec:
     first, end = rows_kept(job, parameter, number)
     shape = (end - first, *parameter.spec.shape[1:])
     return TensorSpec(shape if parameter.spec.shape or first == end else (), parameter.grad_dtype)
+
+
+def shard_spec(job: Job, parameter: Parameter) -> TensorSpec:
+    """What programs have of a part, in the dtype of the model's own parameter: with its padding, and with a
+    dim of rows."""
+    if not parameter.kept:
+        return parameter.grad_spec
+    return TensorSpec((part_rows(job, parameter), *parameter.spec.shape[1:]), parameter.grad_dtype)

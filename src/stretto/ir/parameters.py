@@ -148,6 +148,11 @@ class Parameter:
     kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
 
     @property
+    def is_made(self) -> bool:
+        """Whether ops read something else than what a rank keeps, so that a program has to make it."""
+        return bool(self.kept) or self.own_dtype is not None
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes of the parameter, and of the copy that ops read where there is one."""
         return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)

@@ -239,11 +239,11 @@ class Plan:
             if instruction.kind is InstructionKind.RUN and self.windows[str(instruction.ref)].actions:
                 yield at, instruction, self.windows[str(instruction.ref)]
 
-    def once(self, rank: int) -> tuple[Op, ...]:
-        """The ops that the rank runs once a step, in the order of programs."""
+    def once(self, rank: int, *phases: Phase) -> tuple[Op, ...]:
+        """The ops that the rank runs once a step, in the order of programs: of all these, or of some."""
         stages = self.schedule.stages_of(rank)
         programs = self.job.stages[stages[0]].ops if stages else {}
-        return tuple(op for phase in ONCE_PHASES for op in programs.get(phase, ()))
+        return tuple(op for phase in phases or ONCE_PHASES for op in programs.get(phase, ()))
 
     def communicator(self, name: str) -> Communicator:
         """The communicator of that name. Raises KeyError."""

@@ -3,7 +3,9 @@
 Values are in single assignment: a name is defined once in the full step, so the same name means the same
 value in every stage. Names of things that no op defines carry a prefix:
 
-    param/<name>     a parameter of the model
+    param/<name>     a parameter of the model, as ops read it
+    shard/<name>     what a rank keeps of a tied group, where that is something else: some rows of the
+                     parameter, or another dtype (`Parameter.is_made`)
     grad/<name>      the gradient of a parameter, as this rank has it so far; of tied ones each has its own
     step/loss        this rank's share of the step's loss; zero where it makes none
     buffer/<name>    a buffer of the model, as it is when the microbatch begins
@@ -26,10 +28,11 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
     state.free()                                         what it `writes` is there no longer
 
-Some programs run once a step (`stretto.ir.action.ONCE_PHASES`), as REDUCE_GRAD, which reduces gradients.
-Their ops read what lives over the step (`grad/`, `step/loss`), and those that name it in `writes` change it:
-it is then what the op makes. The lane of their communications is an axis, the communicator of the ranks that
-have a tied parameter, or that of the loss.
+Some programs run once a step (`stretto.ir.action.ONCE_PHASES`): UNSHARD, which makes what ops read of
+parameters, and REDUCE_GRAD, which reduces gradients. Their ops read what lives over the step (`param/`,
+`grad/`, `step/loss`), and those that name it in `writes` change it: it is then what the op makes. The lane of
+their communications is an axis, the communicator of the ranks that have a tied parameter, or that of the
+loss.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
@@ -87,6 +90,8 @@ FREE = "state.free"
 INDEX = "axis.index"
 CHUNK = "axis.chunk"
 
+PARAM = "param/"
+SHARD = "shard/"
 GRAD = "grad/"
 STEP_LOSS = "step/loss"
 

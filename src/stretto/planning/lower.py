@@ -14,9 +14,10 @@ knows them may give windows in a better order of items (`stretto.order`).
        one order of all ranks' runs that the messages allow: walked one run at a time in that order, no rank
        waits forever; so none does in any other order either.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
-    5. The loss and gradients are summed (`stretto.schedule.sums`). A sum that waits for no other starts in
-       the window that completes the gradient; one that joins pipeline ranks, as that of the loss, in a
-       window of its own after that, as these have one order on all ranks. All are waited for in a last
+    5. What runs once a step is added (`stretto.schedule.once`). Parameters begin to be gathered before all
+       else, and are waited for in the window that reads them first. A reduction that waits for no other
+       starts in the window that completes the gradient; one that joins pipeline ranks, as that of the loss,
+       in a window of its own after that, as these have one order on all ranks. All are waited for in a last
        window, in which those start that wait for others.
 """
 
@@ -27,13 +28,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from stretto.ir.action import ONCE, Phase, Schedule
+from stretto.ir.action import AFTER, BEFORE, ONCE, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.plan import LOSS, Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
-from stretto.ir.program import GRAD, STEP_LOSS, Job, Op, OverlapMode
+from stretto.ir.program import GRAD, PARAM, STEP_LOSS, Job, Op, OverlapMode
 from stretto.order.policies import waits_at_once
-from stretto.schedule.sums import around_starts, communicators_of, with_reductions
-from stretto.schedule.windows import last_name, last_run, make_window, window_name
+from stretto.schedule.once import around_starts, communicators_of, with_once
+from stretto.schedule.windows import first_name, last_name, make_window, window_name, with_guests
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
@@ -69,17 +70,19 @@ def lower(
     """
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
-    job = with_reductions(job, schedule)
+    job = with_once(job, schedule)
     communicators = communicators_of(job, schedule)
     once = _once(job, schedule, communicators, overlap != "off")
     windows = dict(windows)
     names = [[window_name(slot) for slot in order] for order in schedule.orders]
     for rank, of_rank in enumerate(once):
-        for at, inside in of_rank.inside.items():
-            plain, names[rank][at] = names[rank][at], last_name(names[rank][at])
+        for at in sorted({*of_rank.inside, *of_rank.awaited}):
+            plain, names[rank][at] = names[rank][at], of_rank.name(names[rank][at], at)
             if names[rank][at] not in windows:
-                leads = [of_rank.leads[start] for start in inside]
-                windows[names[rank][at]] = last_run(job, windows[plain], of_rank.stage, leads)
+                leads = [of_rank.leads[start] for start in of_rank.inside.get(at, ())]
+                tails = [of_rank.tails[start] for start in of_rank.awaited.get(at, ())]
+                made = with_guests(job, windows[plain], names[rank][at], of_rank.stage, tails, leads)
+                windows[names[rank][at]] = made
     windows = {name: windows[name] for of_rank in names for name in of_rank}
     sends = _messages(job, schedule, windows, names, ItemKind.SEND)
     waits = _messages(job, schedule, windows, names, ItemKind.WAIT)
@@ -176,17 +179,17 @@ def _order(
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
     # 5. What is summed.
+    begin = [once.run(once.first, BEFORE)] if once.first else []
     for at, ops in sorted(once.after.items()):
         (after[at] if at >= 0 else before[0]).append(once.run(ops))
     if once.end:
         end.append(once.run(once.end))
 
-    instructions: list[Instruction] = []
+    instructions: list[Instruction] = begin
     for at, (slot, name) in enumerate(zip(order, names, strict=True)):
         instructions += before[at]
         microbatches = tuple(action.microbatch for action in slot.actions)
-        microbatches += (ONCE,) if at in once.inside else ()
-        instructions.append(Instruction(InstructionKind.RUN, name, microbatches))
+        instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once.guests(at)))
         instructions += after[at]
     return (*instructions, *end)
 
@@ -195,27 +198,40 @@ def _order(
 class _Once:
     """Where what a rank does once a step starts and is waited for.
 
-    stage: whose program it is. leads: start -> the ops that end with it. tails: start -> those that begin
-    with its wait. inside: run -> starts in it, in order. after: run -> ops of a window of its own that
-    follows (-1: before all). end: of the window at the step's end. windows: those of nothing else that were
-    made.
+    stage: whose programs these are. program: that of reductions. leads: start -> the ops that end with it.
+    tails: start -> those that begin with its wait. first: ops of a window before all. awaited: run -> starts
+    that are waited for in it. inside: run -> starts in it, in order. after: run -> ops of a window of its own
+    that follows (-1: before all others). end: of the window at the step's end. windows: those of nothing
+    else that were made.
     """
 
     stage: int
     program: tuple[Op, ...]
     leads: dict[str, list[Op]]
     tails: dict[str, list[Op]]
+    first: list[Op] = field(default_factory=list)
+    awaited: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     inside: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     after: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
     end: list[Op] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
-    def run(self, ops: Sequence[Op]) -> Instruction:
+    def run(self, ops: Sequence[Op], phase: Phase = AFTER) -> Instruction:
         """A window of these ops only, and its run."""
-        name = f"{self.stage}{Phase.REDUCE_GRAD}" + (f" {len(self.windows)}" if self.windows else "")
+        number = sum(window.parts == ((self.stage, phase),) for window in self.windows)
+        name = f"{self.stage}{phase}" + (f" {number}" if number else "")
         items = tuple(Item(ItemKind.OP, 0, op.name) for op in ops)
-        self.windows.append(Window(name, ((self.stage, Phase.REDUCE_GRAD),), items))
+        self.windows.append(Window(name, ((self.stage, phase),), items))
         return Instruction(InstructionKind.RUN, name, (ONCE,))
+
+    def name(self, window: str, at: int) -> str:
+        """Of a run with some of these ops, which has a window of its own."""
+        window = first_name(window) if at in self.awaited else window
+        return last_name(window) if at in self.inside else window
+
+    def guests(self, at: int) -> tuple[int, ...]:
+        """The microbatches of the parts that a run has besides its actions."""
+        return (ONCE,) * ((at in self.awaited) + (at in self.inside))
 
 
 def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Once]:
@@ -230,9 +246,11 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
     early: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, order in enumerate(schedule.orders):
         stage = min(schedule.stages_of(rank), default=-1)
-        program = job.stages[stage].ops.get(Phase.REDUCE_GRAD, ()) if stage >= 0 else ()
+        programs = job.stages[stage].ops if stage >= 0 else {}
+        program = programs.get(AFTER, ())
         of_rank = _Once(stage, program, *around_starts(program))
         result.append(of_rank)
+        gathers = _gathers(of_rank, job, order, programs.get(BEFORE, ()), overlap)
         # By stage and phase, the last.
         runs = {
             (action.stage, phase): at
@@ -247,6 +265,7 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
                 ends = (runs[made] for name in reads for made in adds[name] if made in runs)
                 early[start][rank] = max(ends, default=-1)
             changed.update(op.writes for op in of_rank.tails[start] if op.writes is not None)
+        of_rank.leads, of_rank.tails = gathers[0] | of_rank.leads, gathers[1] | of_rank.tails
     losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):
@@ -277,6 +296,27 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
         begun = {op.name for name in here for op in (*of_rank.leads[name], *of_rank.tails[name])}
         of_rank.end += [op for op in of_rank.program if op.name not in begun]
     return result
+
+
+def _gathers(
+    once: _Once, job: Job, order: Sequence[Slot], program: Sequence[Op], overlap: bool
+) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
+    """What runs before all others: starts go first, and are waited for in the run that reads them first.
+    Returns its leads and tails."""
+    leads, tails = around_starts(program)
+    first: dict[str, int] = {}
+    for at, slot in reversed([*enumerate(order)]):
+        for action in slot.actions:
+            ops = (op for phase in action.phase.programs for op in job.stages[action.stage].ops[phase])
+            first.update((name, at) for op in ops for name in op.uses if name.startswith(PARAM))
+    for start, lead in leads.items():
+        once.first += lead
+        readers = [first[op.writes] for op in tails.get(start, ()) if op.writes in first]
+        if start and overlap and readers:
+            once.awaited[min(readers)].append(start)
+        else:
+            once.first += tails.get(start, ())
+    return leads, tails
 
 
 def post_positions(

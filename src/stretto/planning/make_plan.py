@@ -52,7 +52,7 @@ from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Description, describe, described
 from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
-from stretto.schedule.sums import without_reductions
+from stretto.schedule.once import without_once
 from stretto.simulating import predict, simulate
 from stretto.verifying import verify
 
@@ -74,7 +74,7 @@ def make_plan(
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
-    job = without_reductions(job)
+    job = without_once(job)
     wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     begun = partial(
         _begun, job, choose_schedule(job, schedule=schedule), listed(job, costs), wished, max_bytes
@@ -134,7 +134,7 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
 
 def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
-    job = without_reductions(job)
+    job = without_once(job)
     chosen = choose_schedule(job)
     wished = _wished(job, None, None, order, None, None, None)
     return _begun(job, chosen, prices_of(job, chosen, cluster), wished, cluster.memory_bytes)
@@ -250,7 +250,7 @@ def plan(
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     description = describe(cluster)
-    job = without_reductions(job)
+    job = without_once(job)
     wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     jobs, chosen = forms_with(job, schedule)
     if optimizer is not None:

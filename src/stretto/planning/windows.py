@@ -15,7 +15,7 @@ from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowe
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
-from stretto.schedule.sums import with_reductions
+from stretto.schedule.once import with_once
 from stretto.schedule.timing import peak_live
 from stretto.simulating import simulate
 
@@ -145,7 +145,7 @@ def as_short(step: Step, context: Context) -> Step:
 def lowered(step: Step, context: Context) -> Plan:
     """The plan of a step that has its windows; neither proved nor simulated."""
     microbatches, stage_ranks = step.schedule.microbatches, step.schedule.stage_ranks
-    job = context.once(step.job, ("once", stage_ranks), lambda: with_reductions(step.job, step.schedule))
+    job = context.once(step.job, ("once", stage_ranks), lambda: with_once(step.job, step.schedule))
     costs = context.costs_of(job)
     if job.microbatches != microbatches:
         job = replace(job, microbatches=microbatches)

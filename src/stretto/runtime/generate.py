@@ -27,7 +27,7 @@ import torch
 
 from stretto.backend.dispatch_adapter import op_key, resolve
 from stretto.ir.action import ONCE_PHASES, Phase
-from stretto.ir.flow import OVER_STEP, PHASES, is_external, results_of
+from stretto.ir.flow import OVER_STEP, PHASES, is_external, made_parameters, results_of
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, FREE, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.ir.storage import partial_sums
@@ -106,6 +106,7 @@ class Writer:
         self.results = {(s, phase): results_of(job, s, phase) for s in stages for phase in PHASES}
         self.parameters = {p.name: k for k, p in enumerate(job.parameters)}
         self.buffers = {b.name: k for k, b in enumerate(job.buffers)}
+        self.made_parameters = made_parameters(job)
 
     def write(self) -> Generated:
         parts = range(len(self.window.parts))
@@ -188,7 +189,10 @@ class Writer:
         """Bound once: parameters, constants, the tangent, and buffers that the model only reads."""
         if not is_external(name) or name.startswith("batch/"):
             return False
-        return name not in self.externals.written and not name.startswith(OVER_STEP)
+        return name not in self.externals.written and not self._lives_over_step(name)
+
+    def _lives_over_step(self, name: str) -> bool:
+        return name.startswith(OVER_STEP) or name in self.made_parameters
 
     def later(self, stage: int, phase: Phase, name: str) -> bool:
         """Whether a window after this one reads the value in this stage. Of a program that runs once a step,
@@ -229,7 +233,7 @@ class Writer:
         stage, phase = self.window.parts[part]
         variable = self.name(part, name)
         later = self.later(stage, phase, name)
-        if name.startswith(OVER_STEP):
+        if self._lives_over_step(name):
             self.line(f"{variable} = hooks.over_step({name!r})")
         elif name.startswith("batch/"):
             self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")

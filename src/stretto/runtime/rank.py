@@ -17,7 +17,7 @@ from stretto.ir.axes import PIPELINE, WITHIN
 from stretto.ir.collectives import KINDS
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.ir.program import GRAD, STEP_LOSS
+from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS
 from stretto.runtime.compile import CompiledWriter, Compiler
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
@@ -54,12 +54,11 @@ class RankState:
         parameters: Mapping[int, torch.Tensor],
         buffers: Mapping[int, torch.Tensor],
         seed: int,
-        grad_dtypes: Mapping[int, torch.dtype],
         compiler: Compiler | None = None,
     ) -> None:
-        """parameters, buffers: index in the job -> the tensor that ops read. grad_dtypes: index of a
-        parameter -> the dtype in which its gradient is summed, finer than that of ops in mixed precision.
-        compiler: compiles stretches of compute; without it every op is a call."""
+        """parameters, buffers: index in the job -> the tensor that ops read, or of a parameter of which a
+        program makes what they read, what it is made of. compiler: compiles stretches of compute; without it
+        every op is a call."""
         self.plan = plan
         self.transport = transport
         self.device = device
@@ -70,9 +69,13 @@ class RankState:
         self.marks = Marks()
         self.grads: dict[int, torch.Tensor] = {}
         self._buffers = buffers
-        self._parameters = parameters
         job = plan.job
-        fixed = {f"param/{job.parameters[k].name}": t for k, t in parameters.items()}
+        self._made: dict[str, torch.Tensor] = {}
+        of = {k: job.parameters[k] for k in parameters}
+        fixed = {
+            SHARD + known.tied_to if known.is_made else PARAM + known.name: parameters[k]
+            for k, known in of.items()
+        }
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
         fixed |= constants_of(job, device)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
@@ -96,7 +99,7 @@ class RankState:
             else CompiledWriter(job, plan.windows[name], externals, compiler).write()
             for name in sorted(used)
         }
-        self._grad_dtype = grad_dtypes
+        self._grad_dtype = {k: tensor.dtype for k, tensor in parameters.items()}
         self._numbers = {GRAD + job.parameters[k].name: k for k in parameters}
         # Draws of data-parallel copies differ as those of microbatches do.
         self._first_microbatch = job.copy_of(self.coordinates) * job.microbatches
@@ -112,6 +115,7 @@ class RankState:
 
     def _clear(self) -> None:
         self.grads = {}
+        self._made = {}
         self._batch: list[dict[str, torch.Tensor]] = []
         self._stores: dict[tuple[int, int], Store] = {}
         self._received: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
@@ -212,10 +216,13 @@ class RankState:
         zero."""
         if name == STEP_LOSS:
             return self.share_of_loss()
+        if name in self._made:
+            return self._made[name]
         k = self._numbers[name]
         kept = self.grads.get(k)
         if kept is None:
-            kept = torch.zeros_like(self._parameters[k], dtype=self._grad_dtype[k])
+            shape = self.plan.job.parameters[k].spec.shape
+            kept = torch.zeros(shape, dtype=self._grad_dtype[k], device=self.device)
         self.grads[k] = kept = kept.contiguous()
         return kept
 
@@ -223,6 +230,8 @@ class RankState:
         """It is this from now on."""
         if name == STEP_LOSS:
             self._loss = value
+        elif name.startswith(PARAM):
+            self._made[name] = value
         else:
             self.grads[self._numbers[name]] = value
 

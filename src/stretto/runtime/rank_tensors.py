@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
-from stretto.ir.kept import kept_spec, part_number, rows_kept
+from stretto.ir.kept import kept_spec, part_number, rows_kept, shard_spec
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
@@ -149,10 +149,9 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
 
 
 class RankTensors:
-    """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
-    or copies in the dtype of the computation; not of those that are kept in parts, which programs put
-    together. full_tensors: tied name -> the full tensor
-    of which a part was cut, until
+    """parameters, buffers: by index in the job. compute: of the parameters, what programs read: the same
+    tensors, of those that are kept in rows with padding (`padded`, by tied name). full_tensors: tied name ->
+    the full tensor of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
     memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
     optimizers: those that have stepped over the parameters.
@@ -179,13 +178,17 @@ class RankTensors:
         self._shared = {
             known.tied_to: kept for known, kept in (() if shares is None else shares.known_parameters())
         }
+        self.padded: dict[str, torch.Tensor] = {} if shares is None else shares.padded
         self._parts: dict[int, nn.Parameter] = {}
         self._empty, self.without_values = empty, False
         self._adopt(model, shares)
         self.device = next(
             (t.device for t in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu")
         )
-        self.compute = self._compute_copies()
+        known = self.plan.job.parameters
+        self.compute = {
+            k: self.padded.get(known[k].tied_to, one.detach()) for k, one in self.parameters.items()
+        }
         self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
         self.owned = self._find_owned()
 
@@ -236,42 +239,35 @@ class RankTensors:
             return self._shared[parameter.tied_to]
         if id(full) not in self._parts:
             if full.is_meta:
-                device = torch.device(self.plan.job.device)
-                number = part_number(self.plan.job, parameter, self.coordinates)
-                shape = kept_spec(self.plan.job, parameter, number).shape
-                here = torch.empty(shape, dtype=full.dtype, device=device)
+                here = self._empty_part(parameter, full.dtype, torch.device(self.plan.job.device))
                 self.without_values = True
             elif in_parts and not on_mesh:
                 self.full_tensors[parameter.tied_to] = full.detach()
-                here = part_of(full.detach(), parameter, self.plan.job, self.coordinates)
-                dense = torch.contiguous_format if parameter.kept else torch.preserve_format
-                here = here.clone(memory_format=dense)  # of which collectives need no copy
+                values = part_of(full.detach(), parameter, self.plan.job, self.coordinates)
+                here = values.clone()
+                if parameter.kept:
+                    here = self._empty_part(parameter, full.dtype, full.device).copy_(values)
             self._parts[id(full)] = nn.Parameter(here, requires_grad=full.requires_grad)
         return self._parts[id(full)]
+
+    def _empty_part(self, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for this rank's part, of one that is kept in rows with the padding of collectives."""
+        job = self.plan.job
+        if not parameter.kept:
+            return torch.empty(parameter.spec.shape, dtype=dtype, device=device)
+        padded = torch.zeros(shard_spec(job, parameter).shape, dtype=dtype, device=device)
+        self.padded[parameter.tied_to] = padded
+        return self.rows_here(parameter, padded)
+
+    def rows_here(self, parameter: Parameter, padded: torch.Tensor) -> torch.Tensor:
+        """Of what programs have of a parameter that is kept in rows, or of its gradient, this rank's."""
+        job = self.plan.job
+        shape = kept_spec(job, parameter, part_number(job, parameter, self.coordinates)).shape
+        return padded.narrow(0, 0, shape[0]) if shape else padded.view(())
 
     def _rank_in_stage(self) -> int:
         """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""
         return self.coordinates.get(TENSOR, 0)
-
-    def _compute_copies(self) -> dict[int, torch.Tensor]:
-        """The tensors that ops read: the parameters, or copies in the dtype of the computation."""
-        name = self.plan.job.param_dtype
-        self._copies: list[tuple[torch.Tensor, nn.Parameter]] = []
-        result: dict[int, torch.Tensor] = {}
-        built: dict[int, torch.Tensor] = {}
-        for k, parameter in self.parameters.items():
-            known = self.plan.job.parameters[k]
-            dtype = getattr(torch, known.spec.dtype)
-            if known.kept:
-                continue
-            if name is None or parameter.dtype is dtype:
-                result[k] = parameter.detach()
-                continue
-            if id(parameter) not in built:
-                built[id(parameter)] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                self._copies.append((built[id(parameter)], parameter))
-            result[k] = built[id(parameter)]
-        return result
 
     def known_parameters(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """This rank's parameters with what the plan knows of them: each once, by the first of its names, in
@@ -297,11 +293,6 @@ class RankTensors:
         mine = {id(parameter) for parameter in self.parameters.values()}
         states = [s for o in self.optimizers for p, s in o.state.items() if id(p) in mine]
         return sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
-
-    def refresh(self) -> None:
-        """Ops' copies in another dtype get the parameters' values."""
-        for copy, parameter in self._copies:
-            copy.copy_(parameter.detach())
 
     def check_bound(self) -> None:
         """Ops read the tensors that the parameters had when the runner was made."""

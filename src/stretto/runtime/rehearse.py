@@ -22,6 +22,7 @@ from torch import nn
 
 from stretto.errors import UsageError
 from stretto.ir.integers import rows_named
+from stretto.ir.kept import shard_spec
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline, without_closing_waits
@@ -152,16 +153,14 @@ def _walker(
     """Step 1: what walks the plan, and the tensors that it keeps."""
     if model is not None:
         runner = Runner(plan, model, transport=transport, seed=seed)
-        runner.tensors.refresh()
         resident = [buffer for _, buffer in runner.named_buffers()]
         return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *resident)
     pp_rank = plan.mesh.pp_rank(transport.rank)
-    own, read = made_up_parameters(plan, pp_rank, device, seed)
+    parameters = made_up_parameters(plan, pp_rank, device, seed)
     buffers = made_up_buffers(plan, pp_rank, device)
     transport.open(plan.communicators, device, plan.mesh)
-    dtypes = {k: parameter.dtype for k, parameter in own.items()}
-    state = RankState(plan, transport, device, read, buffers, seed, dtypes)
-    return state, (*own.values(), *read.values(), *buffers.values())
+    state = RankState(plan, transport, device, parameters, buffers, seed)
+    return state, (*parameters.values(), *buffers.values())
 
 
 def _warm_up(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], kept: Kept) -> int:
@@ -195,27 +194,20 @@ def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], 
     return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
 
 
-def made_up_parameters(
-    plan: Plan, pp_rank: int, device: torch.device, seed: int
-) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Of one pipeline rank: index in the job -> the parameter in its own dtype, and the tensor that ops read
-    (the same one unless the plan computes in another dtype)."""
+def made_up_parameters(plan: Plan, pp_rank: int, device: torch.device, seed: int) -> dict[int, torch.Tensor]:
+    """Of one pipeline rank: index in the job -> what a rank keeps of the parameter."""
     generator = torch.Generator().manual_seed(seed)
     stages = set(plan.schedule.stages_of(pp_rank))
-    own: dict[int, torch.Tensor] = {}
-    read: dict[int, torch.Tensor] = {}
+    result: dict[int, torch.Tensor] = {}
     first: dict[str, int] = {}
     for k, parameter in enumerate(plan.job.parameters):
         if not stages & set(parameter.stages):
             continue
         like = first.setdefault(parameter.tied_to, k)
-        if like != k and plan.job.parameters[like].spec == parameter.spec:
-            own[k], read[k] = own[like], read[like]
-            continue
-        read[k] = own[k] = _weights(parameter.spec, generator, device)
-        if parameter.own_dtype is not None:
-            own[k] = read[k].to(getattr(torch, parameter.own_dtype))
-    return own, read
+        spec = shard_spec(plan.job, parameter) if parameter.is_made else parameter.spec
+        same = like != k and plan.job.parameters[like].spec == parameter.spec
+        result[k] = result[like] if same else _weights(spec, generator, device)
+    return result
 
 
 def _weights(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:

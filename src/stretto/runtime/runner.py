@@ -121,7 +121,6 @@ class Runner:
             self.check_copies()
         self.tensors.full_tensors.clear()  # what this rank does not have may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
-        dtypes = {k: parameter.dtype for k, parameter in self.tensors.parameters.items()}
         self.state = RankState(
             plan,
             self.transport,
@@ -129,7 +128,6 @@ class Runner:
             self.tensors.compute,
             self.tensors.buffers,
             seed,
-            dtypes,
             self.compiler,
         )
         if self.compiler is not None:
@@ -270,7 +268,10 @@ class Runner:
         return loss
 
     def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
-        is_part = self.plan.job.parameters[k].tied_to in self.tensors.cut_along
+        known = self.plan.job.parameters[k]
+        is_part = known.tied_to in self.tensors.cut_along
+        if known.kept and grad.shape != self.tensors.parameters[k].shape:
+            grad = self.tensors.rows_here(known, grad)
         return grad.as_subclass(PartGradient) if is_part else grad
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -284,7 +285,6 @@ class Runner:
         self.tensors.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no full values: {unfit}")
-        self.tensors.refresh()
         return leaves
 
     @contextmanager

@@ -1,9 +1,10 @@
 """Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
-A gradient may have to be reduced for three reasons, in this order: its parts along an axis
-(`Parameter.partial`), its copies on several pipeline ranks (ties), the data-parallel copies. Large gradients
-are reduced by themselves, in place; small ones that are ready at about the same time share a bucket (Li et
-al., "PyTorch Distributed", 2020); ties are reduced one by one.
+A gradient may have to be reduced for several reasons, in this order: each rank keeps some of its rows
+(`Parameter.kept`), and all have addends of them; its parts along an axis (`Parameter.partial`); its copies on
+several pipeline ranks (ties); the data-parallel copies. Large gradients are reduced by themselves, where they
+are; small ones that are ready at about the same time share a bucket (Li et al., "PyTorch Distributed", 2020;
+Rajbhandari et al., "ZeRO", 2020); ties are reduced one by one.
 
     1. All reductions of a pipeline rank are the program of its first stage: rounds of starts, with what leads
        to them, and of waits, with what follows: gradients are put side by side in a flat tensor, and become
@@ -20,16 +21,14 @@ from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
-from stretto.ir.collectives import ALL_REDUCE
-from stretto.ir.flow import PHASES
-from stretto.ir.plan import LOSS, Communicator
+from stretto.ir.collectives import ALL_REDUCE, KINDS, REDUCE_SCATTER, Kind
+from stretto.ir.kept import part_rows
+from stretto.ir.plan import LOSS
 from stretto.ir.program import (
     FREE,
-    GETITEM,
     GRAD,
     INDEX,
     STEP_LOSS,
-    VIEW,
     WAIT,
     Const,
     Job,
@@ -37,18 +36,16 @@ from stretto.ir.program import (
     Parameter,
     Ref,
     Shard,
-    Stage,
     TensorSpec,
 )
-from stretto.ir.transfers import tied_ranks
-
-LARGE_BYTES = 4 * 2**20
-"""Gradients of at least so many bytes are reduced by themselves. Assumed: their transfer takes far longer
-than a collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that
-has grown to it is closed, for the same reason: more would only start later."""
+from stretto.schedule.flat import LARGE_BYTES, in_buckets, side_by_side, taken_apart, viewed, with_rows
 
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
+
+
+_Step = tuple[str, str]
+"""(kind of collective, lane) by which a gradient is reduced."""
 
 
 @dataclass(slots=True)
@@ -64,40 +61,11 @@ class _TiedGroup:
     """Parameters here that are tied to `parameter` and have gradients of their own."""
 
 
-def with_reductions(job: Job, schedule: Schedule) -> Job:
-    """The job whose stages, placed as in `schedule`, have the reductions of their pipeline ranks."""
-    tied = tied_ranks(job, schedule.stage_ranks)
-    stages = list(without_reductions(job).stages)
-    for pp_rank in range(schedule.ranks):
-        kept = schedule.stages_of(pp_rank)
-        ops = tuple(_RankReductions(job, kept, pp_rank, tied, schedule.ranks).ops()) if kept else ()
-        if ops:
-            stages[kept[0]] = Stage(kept[0], {**stages[kept[0]].ops, Phase.REDUCE_GRAD: ops})
-    return replace(job, stages=tuple(stages))
-
-
-def without_reductions(job: Job) -> Job:
-    """The job as it is captured, without the reductions that a plan adds."""
-    if all(Phase.REDUCE_GRAD not in stage.ops for stage in job.stages):
-        return job
-    stages = (Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages)
-    return replace(job, stages=tuple(stages))
-
-
-def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
-    """All communicators, in the one order in which every rank creates them: one for each pair of pipeline
-    ranks and direction with messages, `loss` where ranks do not have all of it, one for each tied gradient,
-    and one for each axis other than pp."""
-    pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    result = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
-    if reduces_loss(job, schedule.ranks):
-        result.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
-    result += [
-        Communicator(TIED + name, ranks)
-        for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
-    ]
-    result += [Communicator(axis, tuple(range(size)), (axis,)) for axis, size in job.axes if size > 1]
-    return tuple(result)
+def reductions_of(
+    job: Job, schedule: Schedule, pp_rank: int, tied: Mapping[str, tuple[int, ...]]
+) -> Iterator[Op]:
+    """The program of a pipeline rank. tied: groups of which several pipeline ranks have copies."""
+    return _RankReductions(job, schedule.stages_of(pp_rank), pp_rank, tied, schedule.ranks).ops()
 
 
 def reduces_loss(job: Job, pp_ranks: int) -> bool:
@@ -123,6 +91,7 @@ class _RankReductions:
         self._tied = {name: tied[name] for name in sorted(tied) if name in self._groups}
         self._numbers: Counter[str] = Counter()
         self._merged: set[str] = set()
+        self._specs = {name: group.parameter.grad_spec for name, group in self._groups.items()}
 
     def ops(self) -> Iterator[Op]:
         """Starts with what leads to them, and waits with what follows, round by round."""
@@ -133,26 +102,37 @@ class _RankReductions:
                 yield from reduction.tail
 
     def _rounds(self) -> Iterator[list[Reduction]]:
-        groups, tied = self._groups, self._tied
-        # Over the first of several axes as soon as it can be, and then over one after the other.
-        firsts: dict[str, list[str]] = defaultdict(list)
-        more: dict[str, list[str]] = defaultdict(list)
-        for name, group in groups.items():
-            for k, axis in enumerate(sorted(group.partial)):
-                (more if k else firsts)[axis].append(name)
-        early = list(self._of_loss())
-        early += [self._of_ties(name) for name in tied if not groups[name].partial]
-        for axis in sorted(firsts):
-            early += self._over(axis, firsts[axis])
-        late = [self._over(axis, more[axis]) for axis in sorted(more)]
-        late.append([self._of_ties(name) for name in tied if groups[name].partial])
-        waiting = [name for name, group in groups.items() if name in tied or group.partial]
-        for axis in self._job.data_axes:
-            summed = [name for name in groups if not groups[name].parameter.is_sharded(axis)]
-            early += self._over(axis, (name for name in summed if name not in waiting))
-            late.append(self._over(axis, [name for name in waiting if name in summed]))
-            waiting = list(dict.fromkeys((*waiting, *summed)))
-        return iter([early, *late])
+        """Of each gradient the first reduction in the first round, the second in the second, and so on."""
+        chains = {name: self._chain(name) for name in self._groups}
+        for turn in range(max(map(len, chains.values()), default=0) or 1):
+            result = [] if turn else list(self._of_loss())
+            together: dict[_Step, list[str]] = defaultdict(list)
+            for name, chain in chains.items():
+                if turn < len(chain):
+                    together[chain[turn]].append(name)
+            axes = [axis for axis, _ in self._job.axes]
+            for kind, lane in sorted(together, key=lambda step: (step[1] in axes, self._place_of(step[1]))):
+                names = together[kind, lane]
+                if lane in axes:
+                    result += self._over(kind, lane, names)
+                else:
+                    result += [self._of_ties(name) for name in names]
+            yield result
+
+    def _chain(self, name: str) -> list[_Step]:
+        """What a gradient is reduced by, in order: it is scattered first, so that all else is of parts."""
+        parameter, partial = self._groups[name].parameter, self._groups[name].partial
+        axes = [axis for axis in sorted(partial) if axis not in parameter.kept]
+        chain: list[_Step] = [(REDUCE_SCATTER.name, axis) for axis in parameter.kept]
+        chain += [(ALL_REDUCE.name, axis) for axis in axes]
+        chain += [(ALL_REDUCE.name, TIED + name)] if name in self._tied else []
+        over = (*parameter.kept, *partial, *(shard.axis for shard in parameter.shards))
+        return chain + [(ALL_REDUCE.name, axis) for axis in self._job.data_axes if axis not in over]
+
+    def _place_of(self, lane: str) -> tuple[bool, str | int]:
+        """Axes within a sample by name, then data axes as the job has them; ties by name."""
+        axes = self._job.data_axes
+        return (True, axes.index(lane)) if lane in axes else (False, lane)
 
     def _of_loss(self) -> Iterator[Reduction]:
         if reduces_loss(self._job, self._places):
@@ -162,39 +142,48 @@ class _RankReductions:
             yield _in_place(f"{first}.loss", STEP_LOSS, self._job.loss_spec, LOSS, size)
 
     def _of_ties(self, name: str) -> Reduction:
-        return self._reduction(f"{PIPELINE}.tied.{name}", TIED + name, len(self._tied[name]), [name])
+        lane, size = TIED + name, len(self._tied[name])
+        return self._reduction(f"{PIPELINE}.tied.{name}", ALL_REDUCE, lane, size, [name])
 
-    def _over(self, axis: str, names: Iterable[str]) -> list[Reduction]:
+    def _over(self, kind: str, axis: str, names: Iterable[str]) -> list[Reduction]:
         """Reductions of some gradients over an axis."""
-        small: dict[tuple[int, str], list[str]] = defaultdict(list)
+        small: dict[tuple[object, ...], list[str]] = defaultdict(list)
         result: list[Reduction] = []
 
         def add(together: Sequence[str]) -> None:
             name = f"{axis}.{self._place}.{self._numbers[axis]}"
             self._numbers[axis] += 1
-            result.append(self._reduction(name, axis, self._job.size(axis), together))
+            result.append(self._reduction(name, KINDS[kind], axis, self._job.size(axis), together))
 
         for name in names:
             group = self._groups[name]
-            if group.parameter.grad_nbytes >= LARGE_BYTES:
+            if self._specs[name].nbytes >= LARGE_BYTES:
                 add([name])
             else:
-                small[group.home, group.parameter.grad_dtype].append(name)
+                small[group.home, group.parameter.grad_dtype, group.parameter.kept].append(name)
         for alike in small.values():
             alike.sort(key=lambda name: self._groups[name].ready)
-            first = total = 0
-            for at, name in enumerate(alike, 1):
-                total += self._groups[name].parameter.grad_nbytes
-                if total >= LARGE_BYTES or at == len(alike):
-                    add(alike[first:at])
-                    first, total = at, 0
+            for together in in_buckets(alike, lambda name: self._specs[name].nbytes):
+                add(together)
         return result
 
-    def _reduction(self, name: str, lane: str, size: int, names: Sequence[str]) -> Reduction:
+    def _reduction(self, name: str, kind: Kind, lane: str, size: int, names: Sequence[str]) -> Reduction:
         groups = [self._groups[one] for one in names]
         merging = [op for one, group in zip(names, groups, strict=True) for op in self._merge(one, group)]
-        made = _reduction_of(self._job, name, lane, size, [group.parameter for group in groups])
+        given = [(group.parameter, self._specs[one]) for one, group in zip(names, groups, strict=True)]
+        if kind is ALL_REDUCE:
+            made = _summed(name, lane, size, given)
+        else:
+            parts = math.prod(self._job.size(axis) for axis in self._left(groups[0].parameter, lane))
+            made = _scattered(name, lane, size, parts, given)
+            for one, group in zip(names, groups, strict=True):
+                rows = part_rows(self._job, group.parameter) * parts // size
+                self._specs[one] = replace(self._specs[one], shape=(rows, *self._specs[one].shape[1:]))
         return Reduction([*merging, *made.lead], made.tail)
+
+    def _left(self, parameter: Parameter, axis: str) -> tuple[str, ...]:
+        """The axes over which its gradient is yet to be scattered, this one and those after it."""
+        return parameter.kept[parameter.kept.index(axis) :]
 
     def _merge(self, name: str, group: _TiedGroup) -> Iterator[Op]:
         """The gradients of tied parameters become that of the first, once."""
@@ -217,8 +206,10 @@ class Reduction:
     tail: list[Op]
 
 
-ADD, CAT, SPLIT = "aten.add.Tensor", "aten._chunk_cat.default", "aten.split_with_sizes.default"
-"""`_chunk_cat` puts tensors side by side in rows, as FSDP2 does (PyTorch #121081)."""
+ADD = "aten.add.Tensor"
+
+Given = Sequence[tuple[Parameter, TensorSpec]]
+"""Parameters, and what their gradients are by now."""
 
 
 def _in_place(name: str, value: str, spec: TensorSpec, lane: str, size: int) -> Reduction:
@@ -227,47 +218,65 @@ def _in_place(name: str, value: str, spec: TensorSpec, lane: str, size: int) -> 
     return Reduction([start], [Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), value, writes=value)])
 
 
-def _reduction_of(job: Job, name: str, lane: str, size: int, kept: Sequence[Parameter]) -> Reduction:
-    """The reduction of these parameters' gradients."""
-    slots = [parameter.slots(lane, size) for parameter in kept]
-    if len(kept) == 1 and slots == [1]:
-        return _in_place(name, GRAD + kept[0].name, kept[0].grad_spec, lane, size)
+def _summed(name: str, lane: str, size: int, given: Given) -> Reduction:
+    """The sum of these parameters' gradients over a communicator."""
+    slots = [parameter.slots(lane, size) for parameter, _ in given]
+    if slots == [1]:
+        [(parameter, spec)] = given
+        return _in_place(name, GRAD + parameter.name, spec, lane, size)
     lead: list[Op] = []
     tail: list[Op] = []
-    given: list[str] = []
-    sizes = tuple(p.grad_spec.numel * n for p, n in zip(kept, slots, strict=True))
-    dtype = kept[0].grad_dtype
-    total, parts = f"{name}.sum", f"{name}.parts"
-    rows = [TensorSpec((1, count), dtype) for count in sizes]
-    for at, (parameter, count) in enumerate(zip(kept, slots, strict=True)):
-        source, spec = GRAD + parameter.name, parameter.grad_spec
-        here = f"{name}.{at}"
-        tail.append(Op(here, GETITEM, (Ref(parts), at), (), (rows[at],), f"{name}.flat"))
+    sources: list[str] = []
+    sizes = [spec.numel * n for (_, spec), n in zip(given, slots, strict=True)]
+    flat, total = f"{name}.flat", f"{name}.sum"
+    for at, ((parameter, spec), count) in enumerate(zip(given, slots, strict=True)):
+        source, here = GRAD + parameter.name, f"{name}.{at}"
         if count > 1:
             [shard] = [one for one in parameter.shards if one.axis == lane]
             lead += _in_slot(here, source, spec, shard, size)
             tail += _from_slot(here, source, spec, shard, size)
-            given.append(f"{here}.slots")
+            sources.append(f"{here}.slots")
         else:
-            if not spec.shape:
-                lead.append(_viewed(f"{here}.row", source, TensorSpec((1,), dtype), source))
-                source = f"{here}.row"
-            given.append(source)
-            tail.append(_viewed(f"{here}.grad", here, spec, f"{name}.flat", writes=GRAD + parameter.name))
-    flat = TensorSpec((1, sum(sizes)), dtype)
-    lead += [
-        Op(f"{name}.flat", CAT, (tuple(map(Ref, given)), 0, 1), (), (flat,)),
-        Op(name, ALL_REDUCE.target, (Ref(f"{name}.flat"), "sum", lane, size), (), (flat,), f"{name}.flat"),
-    ]
-    waits = [
-        Op(total, WAIT, (Ref(name),), (), (flat,), f"{name}.flat"),
-        Op(parts, SPLIT, (Ref(total), sizes, 1), (), tuple(rows), f"{name}.flat"),
-    ]
+            lead += with_rows(here, source, spec)
+            sources.append(lead[-1].name if not spec.shape else source)
+            tail.append(viewed(f"{here}.grad", here, spec, flat, writes=source))
+    row = TensorSpec((1, sum(sizes)), given[0][1].dtype)
+    lead.append(side_by_side(flat, sources, 1, row))
+    lead.append(Op(name, ALL_REDUCE.target, (Ref(flat), "sum", lane, size), (), (row,), flat))
+    waits = [Op(total, WAIT, (Ref(name),), (), (row,), flat), *taken_apart(name, total, row, sizes, flat)]
     return Reduction(lead, [*waits, *tail])
 
 
-def _viewed(name: str, source: str, spec: TensorSpec, alias: str, writes: str | None = None) -> Op:
-    return Op(name, VIEW, (Ref(source), spec.shape), (), (spec,), alias, writes=writes)
+def _scattered(name: str, lane: str, size: int, parts: int, given: Given) -> Reduction:
+    """The sum of these parameters' gradients over an axis, of which each rank gets its rows. parts: in how
+    many the rows are to be cut by all axes that are left."""
+    target = REDUCE_SCATTER.target
+    total, first = f"{name}.sum", given[0][1]
+    if len(given) == 1 and first.shape and first.shape[0] % parts == 0:
+        made = replace(first, shape=(first.shape[0] // size, *first.shape[1:]))
+        source = GRAD + given[0][0].name
+        start = Op(name, target, (Ref(source), "sum", lane, size), (), (made,))
+        return Reduction([start], [Op(total, WAIT, (Ref(name),), (), (made,), name, writes=source)])
+    lead: list[Op] = []
+    sources: list[str] = []
+    specs: list[TensorSpec] = []
+    for at, (parameter, spec) in enumerate(given):
+        source = GRAD + parameter.name
+        lead += with_rows(f"{name}.{at}", source, spec)
+        sources.append(lead[-1].name if not spec.shape else source)
+        rows = -(-(spec.shape[0] if spec.shape else 1) // parts)
+        specs.append(replace(spec, shape=(rows * (parts // size), *spec.shape[1:])))
+    sizes = [spec.numel * size // parts for spec in specs]
+    flat = TensorSpec((parts, sum(sizes)), first.dtype)
+    made = replace(flat, shape=(parts // size, sum(sizes)))
+    lead.append(side_by_side(f"{name}.flat", sources, parts, flat))
+    lead.append(Op(name, target, (Ref(f"{name}.flat"), "sum", lane, size), (), (made,)))
+    alias = name if parts == size else None
+    tail = [Op(total, WAIT, (Ref(name),), (), (made,), name), *taken_apart(name, total, made, sizes, alias)]
+    for at, ((parameter, _), spec) in enumerate(zip(given, specs, strict=True)):
+        here = f"{name}.{at}"
+        tail.append(viewed(f"{here}.grad", here, spec, alias or here, writes=GRAD + parameter.name))
+    return Reduction(lead, tail)
 
 
 def _which(name: str, shard: Shard, size: int) -> list[Op]:
@@ -277,7 +286,7 @@ def _which(name: str, shard: Shard, size: int) -> list[Op]:
     return [
         Op(f"{name}.at", INDEX, (shard.axis, size), (), (number,)),
         Op(f"{name}.part", "aten.div.Tensor_mode", (Ref(f"{name}.at"), shard.copies), whole, (number,)),
-        _viewed(f"{name}.which", f"{name}.part", TensorSpec((1,), "int64"), f"{name}.part"),
+        viewed(f"{name}.which", f"{name}.part", TensorSpec((1,), "int64"), f"{name}.part"),
     ]
 
 
@@ -297,8 +306,8 @@ def _in_slot(name: str, source: str, spec: TensorSpec, shard: Shard, size: int) 
             (),
             (replace(numbers, dtype="bool"),),
         ),
-        _viewed(f"{name}.mask", f"{name}.is", rows, f"{name}.is"),
-        _viewed(f"{name}.row", source, row, source),
+        viewed(f"{name}.mask", f"{name}.is", rows, f"{name}.is"),
+        viewed(f"{name}.row", source, row, source),
         Op(
             f"{name}.slots",
             "aten.where.ScalarOther",
@@ -314,7 +323,7 @@ def _from_slot(name: str, grad: str, spec: TensorSpec, shard: Shard, size: int) 
     slots = shard.parts(size)
     made, row = TensorSpec((slots, spec.numel), spec.dtype), TensorSpec((1, spec.numel), spec.dtype)
     return [
-        _viewed(f"{name}.rows", name, made, f"{name.rpartition('.')[0]}.flat"),
+        viewed(f"{name}.rows", name, made, f"{name.rpartition('.')[0]}.flat"),
         Op(
             f"{name}.own",
             "aten.index_select.default",
@@ -322,28 +331,8 @@ def _from_slot(name: str, grad: str, spec: TensorSpec, shard: Shard, size: int) 
             (),
             (row,),
         ),
-        _viewed(f"{name}.grad", f"{name}.own", spec, f"{name}.own", writes=grad),
+        viewed(f"{name}.grad", f"{name}.own", spec, f"{name}.own", writes=grad),
     ]
-
-
-def around_starts(program: Sequence[Op]) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
-    """Start -> the ops before it that no other start has, itself last; and its wait with what reads it."""
-    leads: dict[str, list[Op]] = {}
-    tails: dict[str, list[Op]] = {}
-    tail_of: dict[str, str] = {}
-    open_ops: list[Op] = []
-    for op in program:
-        waited = next((tail_of[name] for name in op.uses if name in tail_of), None)
-        if op.target == WAIT:
-            waited = op.uses[0]
-        if waited is not None:
-            tail_of[op.name] = waited
-            tails.setdefault(waited, []).append(op)
-            continue
-        open_ops.append(op)
-        if op.kind is not None:
-            leads[op.name], open_ops = open_ops, []
-    return leads, tails
 
 
 def _groups(job: Job, stages: Sequence[int]) -> dict[str, _TiedGroup]:

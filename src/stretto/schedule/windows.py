@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from stretto.ir.action import Phase, Slot
+from stretto.ir.action import AFTER, BEFORE, Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window, shares_of
 from stretto.ir.program import GRAD, Job, Op
 
@@ -60,27 +60,59 @@ def last_name(name: str) -> str:
     return f"{name} last"
 
 
-def last_run(job: Job, window: Window, stage: int, leads: Sequence[Sequence[Op]]) -> Window:
-    """The window's last run: what leads to each reduction comes after the last item that adds to one of its
-    gradients, at its end where none does, as on a rank that has a copy and adds nothing to it.
+def first_name(name: str) -> str:
+    """The name of a window's first run, where that is a window of its own."""
+    return f"{name} first"
 
-    stage: whose program they are of. Those that can start after the same item do so in the order given."""
+
+def with_guests(
+    job: Job,
+    window: Window,
+    name: str,
+    stage: int,
+    tails: Sequence[Sequence[Op]],
+    leads: Sequence[Sequence[Op]],
+) -> Window:
+    """A run of a window with ops of what runs once a step, as a window of its own.
+
+    stage: whose programs these are. tails: what waits for a gather, before the first item that reads what it
+    makes. leads: what leads to each reduction, after the last item that adds to one of its gradients; at the
+    end where none does, as on a rank that has a copy and adds nothing to it. Those that can start after the
+    same item do so in the order given."""
     adding = adding_items(job, window)
-    part = len(window.parts)
+    before: dict[int, list[Item]] = defaultdict(list)
     starts: dict[int, list[Item]] = defaultdict(list)
+    parts = [*window.parts]
+    if tails:
+        reads = _first_reads(job, window)
+        for tail in tails:
+            at = min((reads[op.writes] for op in tail if op.writes in reads), default=0)
+            before[at] += [Item(ItemKind.OP, len(parts), op.name) for op in tail]
+        parts.append((stage, BEFORE))
     for lead in leads:
-        added = (at for op in lead for name in op.uses for at in adding.get(name, ()))
+        added = (at for op in lead for value in op.uses for at in adding.get(value, ()))
         starts[max(added, default=len(window.items) - 1)] += [
-            Item(ItemKind.OP, part, op.name) for op in lead
+            Item(ItemKind.OP, len(parts), op.name) for op in lead
         ]
+    if leads:
+        parts.append((stage, AFTER))
     # A stage may be empty: its window is empty, and what is to start at its end is all there is.
-    items = [*starts[-1], *(each for at, item in enumerate(window.items) for each in (item, *starts[at]))]
-    return Window(
-        last_name(window.name),
-        (*window.parts, (stage, Phase.REDUCE_GRAD)),
-        tuple(items),
-        (*window.shares, part) if window.shares else (),
-    )
+    items = [*starts[-1]]
+    for at, item in enumerate(window.items):
+        items += [*before[at], item, *starts[at]]
+    shares = (*window.shares, *range(len(window.parts), len(parts))) if window.shares else ()
+    return Window(name, tuple(parts), tuple(items), shares)
+
+
+def _first_reads(job: Job, window: Window) -> dict[str, int]:
+    """Parameter (`param/a`) -> the first item that reads it."""
+    result: dict[str, int] = {}
+    ops = [{op.name: op for op in job.stages[stage].all_ops} for stage, _ in window.parts]
+    for at, item in enumerate(window.items):
+        if item.kind is ItemKind.OP:
+            for name in ops[item.part][str(item.ref)].uses:
+                result.setdefault(name, at)
+    return result
 
 
 def adding_items(job: Job, window: Window) -> dict[str, list[int]]:

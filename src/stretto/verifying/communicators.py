@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
 from stretto.ir.plan import Plan
-from stretto.schedule.sums import communicators_of
+from stretto.schedule.once import communicators_of
 from stretto.verifying.fault import Fault
 
 

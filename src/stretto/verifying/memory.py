@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import GRAD, WAIT, Job, Op
+from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
@@ -124,8 +124,8 @@ class RankMemory:
             for edge_index in group.sends:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
-        self._grads: dict[str, int] = {}
-        """Gradient -> its bytes, from when it begins."""
+        self._over_step: dict[str, int] = {}
+        """Gradient, or parameter that is made -> its bytes, from when it begins."""
         self._grad_nbytes = {
             GRAD + parameter.name: parameter.grad_nbytes for parameter in plan.job.parameters
         }
@@ -228,9 +228,12 @@ class RankMemory:
                 if self._use(group, microbatch):
                     ending.add((group, microbatch))
         first = {
-            name for program, _ in programs for name in self._grad_names[program] if name not in self._grads
+            name
+            for program, _ in programs
+            for name in self._grad_names[program]
+            if name not in self._over_step
         }
-        self._grads.update((name, self._grad_nbytes[name]) for name in first)
+        self._over_step.update((name, self._grad_nbytes[name]) for name in first)
         # Only which parts share a microbatch matters, not which one it is.
         shape = tuple(microbatches.index(microbatch) for microbatch in microbatches)
         ends = frozenset((group, microbatches.index(microbatch)) for group, microbatch in ending)
@@ -303,17 +306,20 @@ class RankMemory:
     def _read_over_step(self, key: tuple[int, str]) -> int:
         """Step 5: bytes of gradients that begin because an op of what runs once a step reads them."""
         op, _ = self._ops[key]
-        begun = {n: self._grad_nbytes[n] for n in op.uses if n in self._grad_nbytes and n not in self._grads}
-        self._grads.update(begun)
+        begun = {
+            n: self._grad_nbytes[n] for n in op.uses if n in self._grad_nbytes and n not in self._over_step
+        }
+        self._over_step.update(begun)
         return sum(begun.values())
 
     def _written(self, key: tuple[int, str]) -> int:
         """Step 5: bytes of what the op changes, less those that it had."""
         op, _ = self._ops[key]
-        if op.writes not in self._grads:
+        if op.writes is None or op.writes == STEP_LOSS:
             return 0
-        more = sum(spec.nbytes for spec in op.outputs if spec is not None) - self._grads[op.writes]
-        self._grads[op.writes] += more
+        now = sum(spec.nbytes for spec in op.outputs if spec is not None)
+        more = now - self._over_step.get(op.writes, 0)
+        self._over_step[op.writes] = now
         return more
 
 

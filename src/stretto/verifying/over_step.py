@@ -2,10 +2,10 @@
 loss are reduced over all ranks that have addends of them; and that ranks start what joins them in one order.
 
 1. Every op of these programs runs once, on the rank whose program it is in.
-2. What lives over the step has a history: what was added, and which ops have written it. By itself the
-   program runs behind all actions, and each op reads some history. In the plan's order each op must read the
-   same one: so no reduction begins before the last addition, and nothing is read that is not there yet, or no
-   longer.
+2. What lives over the step has a history: what was added, and which ops have written it. By itself one
+   program runs before all actions and the other behind them, and each op reads some history, ops of actions
+   too. In the plan's order each op must read the same one: so no reduction begins before the last addition,
+   and nothing is read that is not there yet, or no longer.
 3. Along each axis ranks have equal gradients, addends or parts. The programs are placed as all others are
    (`stretto.ir.placements`), and at the end a gradient is as its parameter is.
 4. Pipeline ranks start the collectives that join them in one order.
@@ -17,13 +17,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from stretto.ir.action import ONCE, ONCE_PHASES, Phase
+from stretto.ir.action import AFTER, BEFORE, ONCE, ONCE_PHASES, Phase
 from stretto.ir.axes import Sums, sums_of
-from stretto.ir.flow import OVER_STEP, given_specs
+from stretto.ir.flow import OVER_STEP, PHASES, given_specs, made_parameters
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
 from stretto.ir.placements import Placer
 from stretto.ir.plan import LOSS, ItemKind, Plan, Window
-from stretto.ir.program import FREE, GRAD, STEP_LOSS, Job, Op, Parameter
+from stretto.ir.program import FREE, GRAD, PARAM, SHARD, STEP_LOSS, Job, Op, Parameter
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
@@ -65,12 +65,14 @@ def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Something that an item does to what lives over the step: it adds a value, or is an op of its own."""
+    """Something that an item does to what lives over the step: it adds a value, reads parameters that were
+    made, or is an op of its own."""
 
     at: int
     part: int
     value: str
     adds: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     op: Op | None = None
 
 
@@ -96,16 +98,24 @@ class _History:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.adds = _adds(plan)
+        self.touched = _touched(plan)
         self.program = plan.once(rank)
         self.expected: dict[str, dict[str, int | None]] = {}
         contents = _Contents()
+        after = plan.once(rank, AFTER)
+        for op in plan.once(rank, BEFORE):
+            self._expect(op, contents)
+        made = made_parameters(plan.job)
+        self.made = {name: contents.of.get(name) for name in made}
         for run, step in self._steps():
             for name in step.adds:
                 contents.add(name, (step.value, run))
-        for op in self.program:
-            self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
-            contents.run(op)
+        for op in after:
+            self._expect(op, contents)
+
+    def _expect(self, op: Op, contents: _Contents) -> None:
+        self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
+        contents.run(op)
 
     def _steps(self) -> Iterator[tuple[tuple[int, int], _Step]]:
         """In the plan's order: ((instruction, microbatch), step)."""
@@ -116,7 +126,7 @@ class _History:
             if window is None:
                 continue
             if window.name not in known:
-                known[window.name] = list(_steps_of(window, self.adds, ops))
+                known[window.name] = list(_steps_of(window, self.touched, ops))
             for step in known[window.name]:
                 yield (at, instruction.microbatches[step.part]), step
 
@@ -128,18 +138,19 @@ class _History:
             for name in step.adds:
                 contents.add(name, (step.value, run))
             op = step.op
-            if op is None:
+            if op is not None and op.name in done:
+                yield self._fault(run[0], step, "is there a second time", "Keep one")
                 continue
-            if op.name in done:
-                yield self._fault(run[0], op, "is there a second time", "Keep one")
-                continue
-            done.add(op.name)
-            for name, content in self.expected[op.name].items():
+            if op is not None:
+                done.add(op.name)
+            read = {name: self.made[name] for name in step.reads} if op is None else self.expected[op.name]
+            for name, content in read.items():
                 if contents.of.get(name) != content:
-                    yield self._fault(run[0], op, *self._wrong(name, run[0], step, last, done))
+                    yield self._fault(run[0], step, *self._wrong(name, run[0], step, last, done))
                     if content is not None:
                         contents.of[name] = content
-            contents.run(op)
+            if op is not None:
+                contents.run(op)
         for op in self.program:
             if op.name not in done:
                 yield Fault(self.rank, op.name, "never runs", "Add it to a window")
@@ -148,7 +159,7 @@ class _History:
         self, name: str, at: int, step: _Step, last: Mapping[str, tuple[int, _Step]], done: set[str]
     ) -> tuple[str, str]:
         """Why an op reads something else than it should."""
-        if not name.startswith(OVER_STEP):
+        if not name.startswith(OVER_STEP) and name not in self.made:
             return f"reads {name}, which is not there yet", f"Move it after {name}"
         run, adding = last.get(name, (-1, None))
         if adding is not None and (run, adding.at) > (at, step.at):
@@ -158,26 +169,38 @@ class _History:
         late = next((one for one in before if one not in done), None)
         if late is not None:
             return f"reads {name} before {late} has written it", f"Move it after {late}"
-        return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
+        if not before:
+            return f"reads {name}, which no op makes", "Add one that does"
+        return f"reads {name} after {before[-1]} has changed it", "Move it before that"
 
-    def _fault(self, at: int, op: Op, what: str, fix: str) -> Fault:
+    def _fault(self, at: int, step: _Step, what: str, fix: str) -> Fault:
         window = self.plan.windows[str(self.plan.orders[self.rank][at].ref)]
-        return Fault(self.rank, f"window {window.name}, {op.name}", what, fix)
+        return Fault(self.rank, f"window {window.name}, {step.value}", what, fix)
 
 
-def _adds(plan: Plan) -> dict[tuple[int, Phase, str], tuple[str, ...]]:
-    """(stage, phase, value) -> what it is added to."""
-    result: dict[tuple[int, Phase, str], tuple[str, ...]] = defaultdict(tuple)
-    result[plan.job.loss[0], Phase.F, plan.job.loss[1]] = (STEP_LOSS,)
+_Touched = Mapping[tuple[int, Phase, str], tuple[tuple[str, ...], tuple[str, ...]]]
+"""(stage, phase, op) -> what its value is added to, and what it reads of parameters that are made."""
+
+
+def _touched(plan: Plan) -> _Touched:
+    adds: dict[tuple[int, Phase, str], tuple[str, ...]] = defaultdict(tuple)
+    adds[plan.job.loss[0], Phase.F, plan.job.loss[1]] = (STEP_LOSS,)
     for parameter in plan.job.parameters:
         for key in parameter.grads:
-            result[key] += (GRAD + parameter.name,)
-    return result
+            adds[key] += (GRAD + parameter.name,)
+    made = made_parameters(plan.job)
+    reads = {
+        (stage.index, phase, op.name): tuple(name for name in op.uses if name in made)
+        for stage in plan.job.stages
+        for phase in PHASES
+        for op in stage.ops[phase]
+        if made
+    }
+    read = {key: names for key, names in reads.items() if names}
+    return {key: (adds.get(key, ()), read.get(key, ())) for key in (*adds, *read)}
 
 
-def _steps_of(
-    window: Window, adds: Mapping[tuple[int, Phase, str], tuple[str, ...]], ops: Mapping[str, Op]
-) -> Iterator[_Step]:
+def _steps_of(window: Window, touched: _Touched, ops: Mapping[str, Op]) -> Iterator[_Step]:
     for at, item in enumerate(window.items):
         stage, phase = window.parts[item.part]
         if item.kind is not ItemKind.OP:
@@ -187,9 +210,10 @@ def _steps_of(
             if name in ops:
                 yield _Step(at, item.part, name, op=ops[name])
             continue
-        added = [to for sub in phase.programs for to in adds.get((stage, sub, name), ())]
-        if added:
-            yield _Step(at, item.part, name, tuple(added))
+        does = [touched[stage, sub, name] for sub in phase.programs if (stage, sub, name) in touched]
+        if does:
+            adds, reads = (tuple(n for one in does for n in one[k]) for k in (0, 1))
+            yield _Step(at, item.part, name, adds, reads)
 
 
 def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -198,11 +222,14 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     stages = plan.schedule.stages_of(rank)
     here = list(_trained(job, stages))
     tied = [name for name, ranks in tied_ranks(job, plan.schedule.stage_ranks).items() if rank in ranks]
+    written = {op.writes for op in program}
     freed = {op.writes for op in program if op.target == FREE}  # several of a tie become one
     specs = given_specs(job) | {op.name: op.spec for op in program if op.spec is not None}
 
-    def proved(axis: str, size: int, given: dict[str, Placement], said: str) -> Iterator[Fault]:
-        placer = Placer(axis, size, given)
+    def proved(
+        axis: str, size: int, begin: dict[str, Placement], end: dict[str, Placement], said: str
+    ) -> Iterator[Fault]:
+        placer = Placer(axis, size, begin)
         for op in program:
             try:
                 placer.place(op, specs)
@@ -211,20 +238,26 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 placer.values[op.name] = LOCAL
             if op.writes is not None and op.target != FREE:
                 placer.values[op.writes] = placer.of(op.name)
-        for name, was in given.items():
-            kept, parts = placer.of(name), ("part", "local")
-            if name not in freed and not kept.is_full and not (was.kind in parts and kept.kind in parts):
+        for name, want in end.items():
+            kept = placer.of(name)
+            right = kept.is_full if want == EQUAL else kept.kind in ("part", "local")
+            if name not in freed and not right and not kept.zero:
                 what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
                 yield Fault(rank, name, what, "Add a sum that has it; others wait")
 
+    made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
         if size > 1:
-            yield from proved(axis, size, {GRAD + p.name: _addend(p, axis) for p in here}, axis)
+            begin = {GRAD + p.name: _addend(p, axis) for p in here}
+            begin |= {SHARD + p.tied_to: part(0) if axis in p.kept else _as_sharded(p, axis) for p in made}
+            end = {GRAD + p.name: part(0) if axis in p.kept else _as_sharded(p, axis) for p in here}
+            end |= {name: _as_sharded(p, axis) for p in made if (name := PARAM + p.name) in written}
+            yield from proved(axis, size, begin, end, axis)
     for name in tied:
         copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
-        yield from proved(TIED + name, 2, copies, "the ranks that have a copy")
+        yield from proved(TIED + name, 2, copies, dict.fromkeys(copies, EQUAL), "the ranks that have a copy")
     if reduces_loss(job, plan.ranks):
-        yield from proved(LOSS, 2, {STEP_LOSS: SUM}, "all ranks")
+        yield from proved(LOSS, 2, {STEP_LOSS: SUM}, {STEP_LOSS: EQUAL}, "all ranks")
 
 
 def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
@@ -242,11 +275,18 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
 
 def _addend(parameter: Parameter, axis: str) -> Placement:
     """What a rank has of a gradient before it is reduced."""
-    shard = next((one for one in parameter.shards if one.axis == axis), None)
-    if shard is not None:
-        return LOCAL if shard.copies > 1 else part(shard.dim, shard.blocks)
+    if parameter.is_sharded(axis):
+        return _as_sharded(parameter, axis)
     summed = axis in parameter.partial or sums_of(axis) is Sums.ALL
     return SUM if summed else EQUAL
+
+
+def _as_sharded(parameter: Parameter, axis: str) -> Placement:
+    """What a rank has of a parameter, as ops read it."""
+    shard = next((one for one in parameter.shards if one.axis == axis), None)
+    if shard is None:
+        return EQUAL
+    return LOCAL if shard.copies > 1 else part(shard.dim, shard.blocks)
 
 
 def _one_order(plan: Plan) -> Iterator[Fault]:
