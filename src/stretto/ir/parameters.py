@@ -148,18 +148,9 @@ class Parameter:
     kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes of the parameter, and of the copy that ops read where there is one."""
-        return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)
-
-    @property
     def grad_nbytes(self) -> int:
-        """Bytes of the accumulated gradient."""
+        """Bytes of the gradient that this rank's ops add up."""
         return TensorSpec(self.spec.shape, self.grad_dtype).nbytes
-
-    def state_nbytes(self, optimizer: OptimizerKind) -> int:
-        """Bytes of the optimizer's state, of a parameter that is trained."""
-        return STATES[optimizer] * self.grad_nbytes
 
     @property
     def grad_dtype(self) -> str:

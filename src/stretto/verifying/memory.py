@@ -3,8 +3,8 @@
 What a rank keeps follows from the order of its program alone, whatever the times are. The simulation walks
 this same count, and says when (`stretto.simulating.engine`). In bytes:
 
-1. Parameters, one copy a rank, buffers and the optimizer's state are kept throughout. Batch leaves, constants
-   and the tangent are not counted.
+1. Parameters (one copy a rank, or the most rows that a rank keeps, `stretto.ir.kept`), buffers and the
+   optimizer's state are kept throughout. Batch leaves, constants and the tangent are not counted.
 2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
    result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
@@ -31,6 +31,7 @@ from functools import cache
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
+from stretto.ir.kept import gradient_nbytes, parameter_nbytes, state_nbytes
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
@@ -75,10 +76,11 @@ def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
     kept = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
     buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
     own = [parameter for name, parameter in kept.items() if name in trained]
+    parameters = sum(parameter_nbytes(job, p) for p in kept.values())
     return {
-        "parameters": sum(p.held_nbytes for p in kept.values()) + sum(b.spec.nbytes for b in buffers),
-        "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
-        "gradients": sum(p.grad_nbytes for p in own),
+        "parameters": parameters + sum(b.spec.nbytes for b in buffers),
+        "optimizer": sum(state_nbytes(job, p) for p in own),
+        "gradients": sum(gradient_nbytes(job, p) for p in own),
     }
 
 
