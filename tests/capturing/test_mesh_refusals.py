@@ -61,6 +61,7 @@ LAYOUTS: list[tuple[list[Any], dict[str, Any], str]] = [
     (TWO, {"sequence_parallel": True}, "sequence_parallel spreads a plain model"),
     (TWO, {"tp_plan": {"layers.0": "colwise"}}, "tp_plan spreads a plain model"),
     ([[0], [1]], {"tp": 1, "ampipe_degree": 2}, "ampipe_degree = 2 changes a plain model"),
+    ([[0], [1]], {"tp": 1, "cp": 2, "zero": 1}, "cp = 2 changes a plain model"),
     ([[0], [1]], {"tp": 1, "ampipe_degree": "auto"}, "ampipe_degree = 'auto' changes a plain model"),
 ]
 

@@ -9,9 +9,22 @@ import pytest
 import torch
 
 import stretto
-from stretto.ir.kept import kept_over, kept_spec, padded_rows, part_count, part_number, part_rows, rows_kept
+from stretto.ir.action import Phase
+from stretto.ir.kept import (
+    gradient_nbytes,
+    kept_over,
+    kept_spec,
+    padded_rows,
+    parameter_nbytes,
+    part_count,
+    part_number,
+    part_rows,
+    rows_kept,
+    state_nbytes,
+)
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.ir.serialize import CODEC, job_text
+from stretto.verifying.memory import bytes_throughout
 from tests.synthetic import make_job
 
 AXES = (("dp", 2), ("dp_shard", 2), ("cp", 3), ("ep", 2), ("tp", 2))
@@ -61,6 +74,16 @@ def test_it_is_kept_over_axes_with_copies() -> None:
     assert kept_over(parameter((8,)), ("cp", "ep", "dp")) == ("cp", "ep", "dp")
     expert = replace(parameter((8,)), shards=(Shard("ep", 0),))
     assert kept_over(expert, ("cp", "ep", "dp")) == ("cp", "dp")
+
+
+def test_bytes_are_those_of_the_first_part() -> None:
+    some, one = parameter((13, 3), "cp"), parameter((13, 3))
+    assert parameter_nbytes(job(), one) == 13 * 3 * (2 + 4)  # and the copy that ops read
+    assert parameter_nbytes(job(), some) == gradient_nbytes(job(), some) == 5 * 3 * 4
+    assert state_nbytes(replace(job(), optimizer="adamw"), some) == 2 * 5 * 3 * 4
+    assert state_nbytes(replace(job(), optimizer="sgd"), some) == 0
+    kept = replace(job(), parameters=(replace(some, grads=((0, Phase.W, "g"),)),), optimizer="momentum")
+    assert bytes_throughout(kept, (0,)) == dict.fromkeys(("parameters", "optimizer", "gradients"), 60)
 
 
 def test_files_have_it_where_it_is() -> None:

@@ -97,11 +97,11 @@ def given(kind: str, step: int) -> dict[str, Tensor]:
     }
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], **more: Any) -> torch.optim.AdamW:
     own = list(parameters)
     groups = [[p for p in own if (p.dim() > 1) is many] for many in (True, False)]
     decay = [{"params": group, "weight_decay": 0.1 * at} for at, group in enumerate(groups) if group]
-    return torch.optim.AdamW(decay, lr=RATE)
+    return torch.optim.AdamW(decay, lr=RATE, **more)
 
 
 def plain(kind: str, steps: int) -> dict[str, Tensor]:

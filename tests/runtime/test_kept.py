@@ -130,6 +130,20 @@ def test_copies_that_come_apart_are_refused() -> None:
         run("small", "in groups", work)
 
 
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_may_update_all_at_once(how: str) -> None:
+    def work(runner: Runner) -> dict[str, Tensor]:
+        update(runner, adamw(runner.parameters(), **{how: True}), "small", range(2))
+        with pytest.raises(stretto.UsageError, match="takes the norm of this rank's gradients"):
+            torch.nn.utils.clip_grad_norm_(runner.parameters(), 1.0)
+        return runner.state_dict(only_on=0)
+
+    found = run("small", "zero of 8", work)[0]
+    for name, value in plain("small", 2).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0)
+
+
 def test_an_optimizer_that_looks_at_full_tensors_is_refused() -> None:
     def work(runner: Runner) -> str:
         matrices = [p for p in runner.parameters() if p.dim() == 2 and p.requires_grad]

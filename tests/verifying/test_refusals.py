@@ -126,6 +126,9 @@ GRID: list[Row] = [
     (parameter("w0.1", shards=(Shard("tp", 0), Shard("tp", 1))), "parameter w0.1", "over tp twice"),
     (parameter("n0", partial=("dp",)), "parameter n0", "no axis that splits"),
     (parameter("n0", partial=("tp", "tp")), "parameter n0", "`partial` twice"),
+    (parameter("n0", kept=("dp",)), "parameter n0", "`zero` is 0"),
+    (parameter("n0", kept=("tp",)), "parameter n0", "no copies of it"),
+    (parameter("n0", kept=("dp", "dp")), "parameter n0", "or twice"),
     (parameter("w0.1", partial=("tp",)), "parameter w0.1", "different rows"),
     (
         parameter("w0.1", shards=(Shard("tp", 0, 1, 3),), partial=("tp",)),

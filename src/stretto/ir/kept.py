@@ -1,4 +1,4 @@
-"""What a rank keeps of a parameter that several ranks read in full: some of its rows (`Parameter.kept`).
+"""What a rank keeps of a parameter: where several ranks read it in full, some of its rows (`Parameter.kept`).
 
 `Parameter.spec`, which ops read, is cut along dim 0 in as many parts as the axes have ranks, as `torch.chunk`
 cuts: every part has equally many rows, rounded up, and later parts have fewer or none. A number without dims
@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from stretto.ir.mesh import Mesh
+from stretto.ir.parameters import STATES
 from stretto.ir.program import Job, Parameter, TensorSpec
 
 
@@ -67,3 +68,26 @@ def shard_spec(job: Job, parameter: Parameter) -> TensorSpec:
     if not parameter.kept:
         return parameter.grad_spec
     return TensorSpec((part_rows(job, parameter), *parameter.spec.shape[1:]), parameter.grad_dtype)
+
+
+# Bytes on the rank that has most of them: the first.
+
+
+def parameter_nbytes(job: Job, parameter: Parameter) -> int:
+    """Of what the rank keeps."""
+    return kept_spec(job, parameter).nbytes
+
+
+def made_nbytes(parameter: Parameter) -> int:
+    """Of what ops read, where that is made of it."""
+    return parameter.spec.nbytes if parameter.is_made else 0
+
+
+def gradient_nbytes(job: Job, parameter: Parameter) -> int:
+    """Of the gradient at the end of a step, of a parameter that is trained."""
+    return kept_spec(job, parameter).nbytes
+
+
+def state_nbytes(job: Job, parameter: Parameter) -> int:
+    """Of the optimizer's state, of a parameter that is trained."""
+    return STATES[job.optimizer] * gradient_nbytes(job, parameter)

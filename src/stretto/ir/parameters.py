@@ -153,11 +153,6 @@ class Parameter:
         return bool(self.kept) or self.own_dtype is not None
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes of the parameter, and of the copy that ops read where there is one."""
-        return self.spec.nbytes + (self.grad_nbytes if self.own_dtype is not None else 0)
-
-    @property
     def grad_nbytes(self) -> int:
         """Bytes of the accumulated gradient."""
         return self.grad_spec.nbytes
@@ -166,10 +161,6 @@ class Parameter:
     def grad_spec(self) -> TensorSpec:
         """The accumulated gradient."""
         return TensorSpec(self.spec.shape, self.grad_dtype)
-
-    def state_nbytes(self, optimizer: OptimizerKind) -> int:
-        """Bytes of the optimizer's state, of a parameter that is trained."""
-        return STATES[optimizer] * self.grad_nbytes
 
     @property
     def grad_dtype(self) -> str:

@@ -16,6 +16,7 @@ from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.balance import cut_chain, even_ranks
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
+from stretto.ir.kept import gradient_nbytes, made_nbytes, parameter_nbytes, state_nbytes
 from stretto.ir.program import Edge, Job, Stage
 from stretto.ir.storage import makes, owner, reads
 from stretto.ir.transfers import occupancy_us
@@ -92,9 +93,9 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
     fixed = [0] * len(stages)
     for parameter in job.parameters:
         for stage in parameter.stages:
-            fixed[stage] += parameter.held_nbytes
+            fixed[stage] += parameter_nbytes(job, parameter) + made_nbytes(parameter)
             if parameter.grads:
-                fixed[stage] += parameter.grad_nbytes + parameter.state_nbytes(job.optimizer)
+                fixed[stage] += gradient_nbytes(job, parameter) + state_nbytes(job, parameter)
     kept = [_kept(stage, [edge for edge in job.edges if edge.target == stage.index]) for stage in job.stages]
     return Loads(
         *(forward, into, weight),

@@ -46,10 +46,12 @@ class Runner:
     """Walks a plan's orders for this rank, step after step.
 
     Has the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
-    a parameter is sharded over ranks, a copy of this rank's part; of a model on meshes its part itself. The
-    model's values are the Runner's then: tensors of it that this rank does not train refuse to be read,
-    written, frozen and hooked. The rest of the model may be dropped, but one whose own code makes values of
-    its `state_dict` (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
+    a parameter is sharded over ranks or kept in parts, a copy of this rank's part; of a model on meshes its
+    part itself. What is kept in parts (`Parallel.zero`) are rows (dim 0) of what other axes leave a rank: as
+    many on each, rounded up, fewer or none on the last. The model's values are the Runner's then: tensors of
+    it that this rank does not train refuse to be read, written, frozen and hooked. The rest of the model may
+    be dropped, but one whose own code makes values of its `state_dict` (`get_extra_state`, a hook) is kept.
+    Gradients are added to `.grad`.
 
     plan: the plan; every rank must have an equal one. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
@@ -178,7 +180,7 @@ class Runner:
         that have the same.
 
         A tied parameter lives on several ranks, and data-parallel copies have all; a norm counts it once, and
-        one copy is saved. Of a sharded parameter each rank owns its part, of ranks with the same part
+        one copy is saved. Of a parameter with parts each rank owns its own, of ranks with the same part
         the first.
         """
         return name in self.tensors.owned

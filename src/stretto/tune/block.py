@@ -22,6 +22,7 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
+from stretto.ir.kept import gradient_nbytes, made_nbytes, parameter_nbytes, state_nbytes
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
@@ -133,14 +134,14 @@ def block_of(
                 continue
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
     first = {p.tied_to: p for p in reversed(job.parameters)}.values()
-    state = sum(p.state_nbytes(job.optimizer) for p in first if p.grads)
-    gradients = sum(p.grad_nbytes for p in first if p.grads)
+    state = sum(state_nbytes(job, p) for p in first if p.grads)
+    gradients = sum(gradient_nbytes(job, p) for p in first if p.grads)
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
-        sum(p.held_nbytes for p in first) + gradients + state,
+        sum(parameter_nbytes(job, p) + made_nbytes(p) for p in first) + gradients + state,
         gradients,
         max(sizes, default=0),
     )

@@ -3,8 +3,8 @@
 What a rank keeps follows from the order of its program alone, whatever the times are. The simulation walks
 this same count, and says when (`stretto.simulating.engine`). In bytes:
 
-1. Parameters, one copy a rank, buffers and the optimizer's state are kept throughout. Batch leaves, constants
-   and the tangent are not counted.
+1. Parameters (one copy a rank, or the most rows that a rank keeps, `stretto.ir.kept`), buffers and the
+   optimizer's state are kept throughout. Batch leaves, constants and the tangent are not counted.
 2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
    result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
@@ -28,8 +28,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.ir.action import BEFORE, ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
+from stretto.ir.kept import gradient_nbytes, parameter_nbytes, state_nbytes
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
@@ -68,24 +69,26 @@ class Change:
 
 
 def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
-    """What a rank with these stages has throughout, and at the end of a step: "parameters" (with copies in
-    another dtype, and buffers), "optimizer", and "gradients"."""
+    """What a rank with these stages has throughout, and at the end of a step: "parameters" (with buffers),
+    "optimizer", and "gradients"."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     kept = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
     buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
     own = [parameter for name, parameter in kept.items() if name in trained]
+    parameters = sum(parameter_nbytes(job, p) for p in kept.values())
     return {
-        "parameters": sum(p.held_nbytes for p in kept.values()) + sum(b.spec.nbytes for b in buffers),
-        "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
-        "gradients": sum(p.grad_nbytes for p in own),
+        "parameters": parameters + sum(b.spec.nbytes for b in buffers),
+        "optimizer": sum(state_nbytes(job, p) for p in own),
+        "gradients": sum(gradient_nbytes(job, p) for p in own),
     }
 
 
 def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Of what peaks consist, by rank: `bytes_throughout`, and as "activations" all else: results of ops,
-    buffers of messages, gradients on their way into a sum."""
+    """Of what peaks consist, by rank: `bytes_throughout`, with what is made of "parameters" for all of a step,
+    and as "activations" all else: results of ops, buffers of messages, gradients on their way into a sum."""
     ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
-    for kept, peak in zip(ranks, peak_bytes, strict=True):
+    for rank, (kept, peak) in enumerate(zip(ranks, peak_bytes, strict=True)):
+        kept["parameters"] += sum(op.made.nbytes for op in plan.once(rank, BEFORE) if op.writes is not None)
         kept["activations"] = peak - sum(kept.values())
     return {part: tuple(kept[part] for kept in ranks) for part in ranks[0]}
 
