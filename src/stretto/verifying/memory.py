@@ -84,7 +84,7 @@ def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
 
 
 def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Of what peaks consist, by rank: `bytes_throughout`, with what is made of "parameters" for all of a step,
+    """Of what peaks consist, by rank: `bytes_throughout`, to "parameters" what is made of them for a step,
     and as "activations" all else: results of ops, buffers of messages, gradients on their way into a sum."""
     ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
     for rank, (kept, peak) in enumerate(zip(ranks, peak_bytes, strict=True)):
