@@ -60,8 +60,9 @@ def odd_plan() -> Plan:
         param_dtype="bfloat16",
         max_live=4,
         axes=(("dp", 3), ("tp", 2)),
+        zero=3,
         parameters=(
-            replace(plan.job.parameters[0], shards=(Shard("tp", 1, 3),)),
+            replace(plan.job.parameters[0], shards=(Shard("tp", 1, 3),), kept=("dp",)),
             replace(plan.job.parameters[1], partial=("tp",)),
         ),
     )

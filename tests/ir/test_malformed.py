@@ -150,7 +150,7 @@ MALFORMED = [
     (changed("communicators", 0, "ranks", to=[0, 5]), r"communicators\[0\]\.ranks\[1\]: there is no rank 5"),
     (
         changed("job", "axes", 0, 0, to="pp"),
-        r"job\.axes\[0\]\[0\]: expected an axis of dp, cp, ep, tp, found",
+        r"job\.axes\[0\]\[0\]: expected an axis of dp, dp_shard, cp, ep, tp, found",
     ),
     (changed("job", "axes", 1, 1, to=0), r"job\.axes\[1\]\[1\]: expected an integer from 1, found 0"),
     (changed("job", "axes", 1, to=["tp"]), r"job\.axes\[1\]"),

@@ -25,6 +25,7 @@ from stretto.capturing.substitutes import check_synchronised
 from stretto.capturing.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
+from stretto.ir.kept import kept_over
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize import ops
@@ -104,6 +105,8 @@ class Captures:
             microbatch_group=parallel.microbatch_group,
             pp=parallel.pp,
             axes=parallel.axes,
+            zero=parallel.zero,
+            parameters=tuple(replace(p, kept=kept_over(p, parallel.kept_axes)) for p in job.parameters),
             overlap=parallel.overlap,
             recompute=parallel.recompute,
             split_ops=parallel.split_ops,

@@ -69,7 +69,10 @@ def capture_evaluation(
             module.training = mode
     stages = len(training.stages)
     job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
-    return forward_only(replace(job, axes=training.axes, mean_over=None))
+    kept = {p.name: p.kept for p in training.parameters}
+    parameters = tuple(replace(p, kept=kept[p.name]) for p in job.parameters)
+    job = replace(job, axes=training.axes, zero=training.zero, parameters=parameters, mean_over=None)
+    return forward_only(job)
 
 
 def _cuts(traced: Traced, training: Job) -> list[int]:

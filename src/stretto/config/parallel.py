@@ -11,6 +11,7 @@ from stretto.config.stage_text import read_stages
 from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
+from stretto.ir.parameters import Zero
 from stretto.ir.stage_maps import AUTO, is_own
 
 Count = Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_STAGES)]
@@ -23,6 +24,7 @@ IDLE = {
     **dict.fromkeys(("ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data"), (SENT, ("ep",))),
     "ampipe_capacity": ("chunks of the sequence", ("ampipe_degree",)),
     **dict.fromkeys(("sequence_parallel", "tp_plan"), (SHARED, ("tp",))),
+    "zero": ("what ranks have copies of", ("dp", "cp")),
 }
 """Keys -> what they are about, and the keys of which one is above 1 where they do anything."""
 
@@ -34,6 +36,13 @@ class ParallelSettings(Settings):
     """Pipeline ranks."""
     dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel copies, each of which takes an equal part of the global batch."""
+    zero: Zero = 0
+    """What data- and context-parallel ranks keep in parts, rows of each parameter, instead of copies: with 1
+    the optimizer's state and the parameters that it changes, with 2 also gradients, with 3 also what the
+    model computes with; "auto" is the fastest of them that fits a rank's memory."""
+    dp_shard: int | None = Field(default=None, ge=1, le=MOST_RANKS)
+    """Data-parallel ranks, neighbours, among which `zero` deals out the parts; between such groups there are
+    copies. It divides `dp`, and `ep` divides it; without it, all of `dp`."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
@@ -135,8 +144,18 @@ class ParallelSettings(Settings):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(axis, size) other than pp of the axes that are used, outermost first."""
-        sizes = (("dp", self.dp // self.ep), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
+        each = self.dp_shard or self.dp
+        groups = self.dp // each if each < self.dp else self.dp // self.ep
+        among = each // self.ep if each < self.dp else 1
+        sizes = (("dp", groups), ("dp_shard", among), ("cp", self.cp), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
+
+    @property
+    def kept_axes(self) -> tuple[str, ...]:
+        """The axes over which `zero` deals out parts, in the order in which gradients are scattered."""
+        used = dict(self.axes)
+        copies = "dp" if self.dp_shard in (None, self.dp) else "dp_shard"
+        return tuple(axis for axis in ("cp", "ep", copies) if self.zero and axis in used)
 
     @field_validator("split")
     @classmethod
@@ -159,6 +178,22 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f"ep = {self.ep} takes its ranks from the data-parallel ones, and dp = {self.dp} is no "
                 f"multiple of it; give dp = {self.ep * -(-self.dp // self.ep)}, or another ep"
+            )
+        each = self.dp_shard or self.dp
+        if self.dp_shard is not None and self.zero == 0:
+            raise ValueError(
+                f'dp_shard = {each} is about the parts that zero makes; give zero = 1, 2, 3 or "auto", or '
+                "drop it"
+            )
+        if self.dp % each or each % self.ep:
+            fitting = [n for n in range(1, self.dp + 1) if self.dp % n == 0 == n % self.ep]
+            raise ValueError(
+                f"dp_shard = {each} must divide dp = {self.dp} and be a multiple of ep = {self.ep}; give one "
+                f"of {', '.join(map(str, fitting))}, or drop it"
+            )
+        if each == self.cp == 1 < self.dp:
+            raise ValueError(
+                "dp_shard = 1 leaves no ranks for zero to deal out parts to; give 2 or more, or drop it"
             )
         for key, (what, wanted) in IDLE.items():
             given = getattr(self, key)

@@ -7,7 +7,8 @@
     tuple, list                  a list
     Mapping[str, X]              an object, its keys in order
     Mapping[tuple[K, L], X]      a list of [K, L, X], in the order of the keys
-    dataclass                    an object that has every field (but those of UNWRITTEN), and no other key
+    dataclass                    an object that has every field (but those of UNWRITTEN, and those of
+                                 WHERE_SET at their defaults), and no other key
     Annotated[X, Fits(...)]      X, of which not all values are allowed
 
 A codec may have other forms for some types: a text, a row. Lists of dataclasses, and whatever contains them,
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, IntEnum
 from itertools import repeat
@@ -33,6 +34,9 @@ T = TypeVar("T")
 
 UNWRITTEN = {"unwritten": True}
 """Metadata of a field that files do not have; it has a default."""
+
+WHERE_SET = {"unwritten": "default"}
+"""Metadata of a field that files have where it is not at its default."""
 
 MOST = 1e15
 """No time in microseconds (31 years) and no size in bytes of a step is longer; sums of them stay finite."""
@@ -116,11 +120,11 @@ def checked(form: Form, fits: Fits) -> Form:
 
 
 def one_of(values: Mapping[Any, Any]) -> Form:
-    """What is written as one of these texts."""
-    expected = " or ".join(map(str, values))
+    """What is written as one of these texts, or numbers."""
+    expected, kinds = " or ".join(map(str, values)), set(map(type, values))
 
     def read(value: Any) -> Any:
-        if type(value) is not str or value not in values:
+        if type(value) not in kinds or value not in values:
             raise Misfit(expected, value)
         return values[value]
 
@@ -162,16 +166,16 @@ def read_list(values: Any, readers: Iterable[Callable[[Any], Any]]) -> list[Any]
     return results
 
 
-def read_members(value: Any, forms: Mapping[str, Form], optional: bool = False) -> dict[str, Any]:
-    """An object's members, each by its form. Refuses other keys, and demands all unless they are optional."""
+def read_members(value: Any, forms: Mapping[str, Form], optional: Collection[str] = ()) -> dict[str, Any]:
+    """An object's members, each by its form. Refuses other keys, and demands those that are not optional."""
     if type(value) is not dict:
         raise Misfit("an object", value)
     if value.keys() != forms.keys():
         for key in value:
             if key not in forms:
                 raise Misfit(f"unknown key {key!r}; {meant(key, forms)}known are: {', '.join(forms)}")
-        for key in () if optional else forms:
-            if key not in value:
+        for key in forms:
+            if key not in value and key not in optional:
                 raise Misfit(f"the key {key!r} is missing")
     results: dict[str, Any] = {}
     key = ""
@@ -254,7 +258,7 @@ class Codec:
             extended = type(value) is list and len(value) == count + 1
             row = first.read(value[:count] if extended else value)
             try:
-                others = read_members(value[count], rest, optional=True) if extended else {}
+                others = read_members(value[count], rest, optional=rest) if extended else {}
             except Misfit as misfit:
                 raise misfit.within(count) from None
             return _made(kind, *row, **others)
@@ -304,14 +308,16 @@ class Codec:
 
     def _object(self, kind: Any) -> Form:
         forms = self._fields(kind)
+        sparse = {f.name: f.default for f in fields(kind) if f.metadata == WHERE_SET}
         block = any(form.layout is TextLayout.BLOCK for form in forms.values())
         owner = LineObject if block else dict
 
         def write(thing: Any) -> dict[str, Any]:
-            return owner({name: form.write(getattr(thing, name)) for name, form in forms.items()})
+            values = ((name, form, getattr(thing, name)) for name, form in forms.items())
+            return owner({n: form.write(v) for n, form, v in values if n not in sparse or v != sparse[n]})
 
         layout = TextLayout.BLOCK if block else TextLayout.ENTRY
-        return Form(lambda value: _made(kind, **read_members(value, forms)), write, layout)
+        return Form(lambda value: _made(kind, **read_members(value, forms, sparse)), write, layout)
 
 
 def _made(kind: Callable[..., T], /, *args: Any, **members: Any) -> T:

@@ -35,11 +35,12 @@ class Axis:
 
 PP = Axis("pp", "stages", Sums.TIED)
 DP = Axis("dp", "batch", Sums.ALL)
+DP_SHARD = Axis("dp_shard", "batch", Sums.ALL)
 CP = Axis("cp", "sequence", Sums.PARTIAL)
 EP = Axis("ep", "experts", Sums.ALL)
 TP = Axis("tp", "parameters", Sums.PARTIAL)
 
-BY_NAME = {axis.name: axis for axis in (PP, DP, CP, EP, TP)}
+BY_NAME = {axis.name: axis for axis in (PP, DP, DP_SHARD, CP, EP, TP)}
 
 AXES = tuple(BY_NAME)
 """All names, outermost first."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from stretto.files.codec import WHERE_SET
 from stretto.ir.action import Phase
 
 DTYPE_BYTES = {
@@ -88,6 +89,11 @@ STATES: Mapping[OptimizerKind, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 """Tensors that an optimizer keeps for each parameter, of its shape and own dtype. Counters are left out."""
 
 
+Zero = Literal[0, 1, 2, 3, "auto"]
+"""What of a step ranks that have copies of parameters keep in parts: the optimizer's state and the values
+that it changes (1), gradients too (2), what ops read too (3)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A parameter's rows or columns are sharded over an axis. Along `dim` the full tensor is `blocks` equal
@@ -126,6 +132,8 @@ class Parameter:
         sharded, those of the ranks that have the same part.
     frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
         that the loss does not depend on.
+    kept: axes over whose ranks the rows of `spec` are kept (`stretto.ir.kept`), of the parameter, its
+        gradient and the optimizer's state alike; in the order in which a gradient is scattered over them.
     """
 
     name: str
@@ -137,6 +145,7 @@ class Parameter:
     shards: tuple[Shard, ...] = ()
     partial: tuple[str, ...] = ()
     frozen: bool = False
+    kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
 
     @property
     def held_nbytes(self) -> int:

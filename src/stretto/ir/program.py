@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
-from stretto.files.codec import UNWRITTEN, Fits, Keyword, Natural
+from stretto.files.codec import UNWRITTEN, WHERE_SET, Fits, Keyword, Natural
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, Kind
@@ -54,6 +54,7 @@ from stretto.ir.parameters import OptimizerKind as OptimizerKind
 from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.parameters import TensorSpec as TensorSpec
+from stretto.ir.parameters import Zero as Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,8 @@ class Job:
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
     optimizer: whose state counts in a rank's memory.
+    zero: how long what is gathered or not yet scattered of `Parameter.kept` may stay; 0 where nothing is
+        kept in parts.
     axes: (axis, size) of the mesh's axes other than pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -316,6 +319,7 @@ class Job:
     metrics: tuple[Metric, ...] = ()
     read: tuple[tuple[tuple[str, ...], str], ...] = ()
     optimizer: OptimizerKind = "adamw"
+    zero: Zero = field(default=0, metadata=WHERE_SET)
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stretto.ir.axes import AXES, WITHIN, Sums, sums_of
+from stretto.ir.axes import AXES, TENSOR, WITHIN, Sums, sums_of
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.op_names import COPIES, names
 from stretto.ir.placed_programs import place_all, placers_of, programs_of, shards_of
@@ -30,7 +30,7 @@ def sharding_faults(plan: Plan) -> list[Fault]:
     result = list(_axes(plan.job))
     first: dict[str, Parameter] = {}
     for parameter in plan.job.parameters:
-        wrong = (*_shards(plan.job, parameter), *_partial(plan.job, parameter))
+        wrong = (*_shards(plan.job, parameter), *_partial(plan.job, parameter), *_parts(plan.job, parameter))
         result += (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in wrong)
         result += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
     return result
@@ -77,7 +77,7 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
             what = f"has gradients that are parts along {axis!r}, which is no axis that splits a sample"
             yield (
                 what,
-                "Name axes of the job; over dp and ep every gradient is summed that is not sharded over them",
+                "Name axes of the job; over others every gradient is summed that is not sharded over them",
             )
         elif axis in shards and shards[axis].copies == 1:
             what = f"is sharded over {axis}, so gradients along it belong to different rows"
@@ -86,11 +86,21 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
         yield f"names an axis of `partial` twice: {list(parameter.partial)}", "Keep one"
 
 
+def _parts(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
+    """Rows are dealt out among ranks that all have them, of this stage."""
+    copies = [axis for axis, _ in job.axes if axis != TENSOR and not parameter.is_sharded(axis)]
+    for axis in sorted({a for a in parameter.kept if a not in copies or parameter.kept.count(a) > 1}):
+        what = f"is kept in parts over {axis!r}, along which ranks have no copies of it, or twice"
+        yield what, f"Name each once, of {', '.join(copies) or 'none'}"
+    if parameter.kept and job.zero == 0:
+        yield f"is kept in parts over {', '.join(parameter.kept)}, and `zero` is 0", "Name none"
+
+
 def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
     """Copies of one tensor are summed element by element."""
     both = bool(first.grads and parameter.grads)
     one, other = (
-        (p.spec, p.own_dtype, p.shards, sorted(p.partial) if both else []) for p in (parameter, first)
+        (p.spec, p.own_dtype, p.shards, p.kept, sorted(p.partial) if both else []) for p in (parameter, first)
     )
     if one != other:
         what = f"is one tensor with {first.name}, but is shaped, sharded or summed otherwise ({one}; {other})"

@@ -1,0 +1,61 @@
+"""What a rank keeps of a parameter that several ranks read in full: some of its rows (`Parameter.kept`).
+
+`Parameter.spec`, which ops read, is cut along dim 0 in as many parts as the axes have ranks, as `torch.chunk`
+cuts: every part has equally many rows, rounded up, and later parts have fewer or none. A number without dims
+counts as one row: the first part is the number, others are vectors of no element. Collectives work on equal
+parts and pad them; what is kept is not padded.
+
+A rank's part goes by its coordinates along the axes, of which the last varies the fastest: what is scattered
+over one axis after the other leaves each rank its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from stretto.ir.mesh import Mesh
+from stretto.ir.program import Job, Parameter, TensorSpec
+
+
+def kept_over(parameter: Parameter, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of the axes along which ranks have copies of the parameter."""
+    return tuple(axis for axis in axes if not parameter.is_sharded(axis))
+
+
+def part_count(job: Job, parameter: Parameter) -> int:
+    """How many parts there are."""
+    return math.prod(job.size(axis) for axis in parameter.kept)
+
+
+def part_number(job: Job, parameter: Parameter, coordinates: Mapping[str, int]) -> int:
+    """Which part the rank at these coordinates keeps."""
+    return Mesh(tuple((axis, job.size(axis)) for axis in parameter.kept)).rank(coordinates)
+
+
+def rows_of(spec: TensorSpec) -> int:
+    return spec.shape[0] if spec.shape else 1
+
+
+def part_rows(job: Job, parameter: Parameter) -> int:
+    """Rows of each part for a collective, the last ones of which may be padding."""
+    return -(-rows_of(parameter.spec) // part_count(job, parameter))
+
+
+def padded_rows(job: Job, parameter: Parameter) -> int:
+    """Rows of all parts for a collective."""
+    return part_rows(job, parameter) * part_count(job, parameter)
+
+
+def rows_kept(job: Job, parameter: Parameter, number: int) -> tuple[int, int]:
+    """Where the rows of a part begin and end."""
+    rows, each = rows_of(parameter.spec), part_rows(job, parameter)
+    return min(rows, number * each), min(rows, (number + 1) * each)
+
+
+def kept_spec(job: Job, parameter: Parameter, number: int = 0) -> TensorSpec:
+    """Of a part, in the dtype of the model's own parameter; of the first, which is the largest. A parameter
+    that is not kept in parts has one."""
+    first, end = rows_kept(job, parameter, number)
+    shape = (end - first, *parameter.spec.shape[1:])
+    return TensorSpec(shape if parameter.spec.shape or first == end else (), parameter.grad_dtype)

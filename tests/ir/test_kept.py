@@ -1,0 +1,113 @@
+"""Which rows of a parameter each rank keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import stretto
+from stretto.ir.kept import kept_over, kept_spec, padded_rows, part_count, part_number, part_rows, rows_kept
+from stretto.ir.program import Job, Parameter, Shard, TensorSpec
+from stretto.ir.serialize import CODEC, job_text
+from tests.synthetic import make_job
+
+AXES = (("dp", 2), ("dp_shard", 2), ("cp", 3), ("ep", 2), ("tp", 2))
+
+
+def job() -> Job:
+    return replace(make_job(1, 1), axes=AXES, zero=3)
+
+
+def parameter(shape: tuple[int, ...], *kept: str) -> Parameter:
+    return Parameter("w", TensorSpec(shape, "bfloat16"), (0,), (), "w", "float32", kept=kept)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (1,), (5, 2), (6,), (7, 1), (12,), (13, 3)])
+@pytest.mark.parametrize("kept", [("cp",), ("cp", "ep"), ("cp", "ep", "dp_shard")])
+def test_parts_are_those_of_chunk(shape: tuple[int, ...], kept: tuple[str, ...]) -> None:
+    one = parameter(shape, *kept)
+    count = part_count(job(), one)
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    # DTensor's way to say that later parts have no rows.
+    parts = [*full.chunk(count), *[full[:0]] * count][:count] if shape[0] else [full] * count
+    for number, part in enumerate(parts):
+        first, end = rows_kept(job(), one, number)
+        assert torch.equal(full[first:end], part)
+        assert kept_spec(job(), one, number) == TensorSpec(tuple(part.shape), "float32")
+        assert end - first <= part_rows(job(), one)
+    assert 0 <= padded_rows(job(), one) - shape[0] < count
+
+
+def test_a_number_is_one_row() -> None:
+    one = parameter((), "cp", "ep")
+    assert [kept_spec(job(), one, at).shape for at in range(6)] == [(), *[(0,)] * 5]
+    assert padded_rows(job(), one) == 6
+
+
+def test_scattering_over_one_axis_after_the_other_leaves_each_rank_its_part() -> None:
+    one = parameter((24,), "cp", "ep")
+    for cp in range(3):
+        for ep in range(2):
+            at = {"dp": 1, "dp_shard": 1, "cp": cp, "ep": ep, "tp": 1}
+            scattered = torch.arange(24).chunk(3)[cp].chunk(2)[ep]
+            first, end = rows_kept(job(), one, part_number(job(), one, at))
+            assert scattered.tolist() == list(range(first, end))
+
+
+def test_it_is_kept_over_axes_with_copies() -> None:
+    assert kept_over(parameter((8,)), ("cp", "ep", "dp")) == ("cp", "ep", "dp")
+    expert = replace(parameter((8,)), shards=(Shard("ep", 0),))
+    assert kept_over(expert, ("cp", "ep", "dp")) == ("cp", "dp")
+
+
+def test_files_have_it_where_it_is() -> None:
+    none = replace(job(), zero=0)
+    assert '"zero"' not in job_text(none)
+    assert '"kept"' not in job_text(none)
+    form = CODEC.form(Job)
+    for one in (none, replace(job(), parameters=(parameter((3,), "cp"),)), replace(job(), zero="auto")):
+        assert form.read(json.loads(job_text(one))) == one
+
+
+@pytest.mark.parametrize(
+    ("given", "axes", "kept"),
+    [
+        ({"dp": 4}, {"dp": 4}, ()),
+        ({"dp": 4, "zero": 1}, {"dp": 4}, ("dp",)),
+        ({"dp": 4, "zero": "auto", "tp": 2}, {"dp": 4, "tp": 2}, ("dp",)),
+        ({"dp": 8, "ep": 2, "cp": 2, "zero": 3}, {"dp": 4, "cp": 2, "ep": 2}, ("cp", "ep", "dp")),
+        ({"dp": 8, "zero": 3, "dp_shard": 8}, {"dp": 8}, ("dp",)),
+        ({"dp": 8, "zero": 3, "dp_shard": 2}, {"dp": 4, "dp_shard": 2}, ("dp_shard",)),
+        ({"dp": 8, "ep": 2, "zero": 2, "dp_shard": 4}, {"dp": 2, "dp_shard": 2, "ep": 2}, ("ep", "dp_shard")),
+        ({"dp": 8, "ep": 2, "zero": 2, "dp_shard": 2}, {"dp": 4, "ep": 2}, ("ep",)),
+        ({"dp": 2, "ep": 2, "zero": 1}, {"ep": 2}, ("ep",)),
+        ({"cp": 2, "zero": 1}, {"cp": 2}, ("cp",)),
+        ({"dp": 2, "cp": 2, "dp_shard": 1, "zero": 1}, {"dp": 2, "cp": 2}, ("cp",)),
+    ],
+)
+def test_axes_of_settings(given: dict[str, object], axes: dict[str, int], kept: tuple[str, ...]) -> None:
+    parallel = stretto.Parallel(**given)  # type: ignore[arg-type]
+    assert dict(parallel.axes) == axes
+    assert parallel.kept_axes == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"zero": 1, "pp": 2},
+            "zero = 1 is about what ranks have copies of; give dp = 2",
+        ),
+        ({"dp": 4, "dp_shard": 2}, "dp_shard = 2 is about the parts that zero makes"),
+        ({"dp": 4, "zero": 1, "dp_shard": 3}, "give one of 1, 2, 4, or drop it"),
+        ({"dp": 8, "ep": 4, "zero": 1, "dp_shard": 2}, "give one of 4, 8, or drop it"),
+        ({"dp": 4, "zero": 1, "dp_shard": 1}, "dp_shard = 1 leaves no ranks"),
+        ({"dp": 4, "zero": 4}, "zero"),
+    ],
+)
+def test_settings_that_do_not_fit(given: dict[str, object], message: str) -> None:
+    with pytest.raises(stretto.UsageError, match=message):
+        stretto.Parallel(**given)  # type: ignore[arg-type]
