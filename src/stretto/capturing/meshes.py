@@ -106,8 +106,9 @@ def _check_settings(
             f"Parallel(pp={count}, tp={size}) with dp=1 and no split, not pp={parallel.pp}, "
             f"tp={parallel.tp}, dp={parallel.dp}, split={parallel.split!r}"
         )
-    if parallel.ep > 1 or parallel.ampipe_degree != 1:
-        what = "ep" if parallel.ep > 1 else "ampipe_degree"
+    for what in ("ep", "ampipe_degree", "cp"):
+        if getattr(parallel, what) == 1:
+            continue
         raise UsageError(
             f"{what} = {getattr(parallel, what)!r} changes a plain model, and this one is on meshes: its own "
             f"program decides what is sharded. Give {what} = 1"

@@ -312,7 +312,7 @@ def _differences(
     sharded: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
     for at, _, grads in results:
         for name, grad in grads.items():
-            over = {shard.axis for shard in parameters[name].shards}
+            over = {shard.axis for shard in parameters[name].shards} | {*parameters[name].kept}
             if over:
                 # Parts of one gradient are on ranks that differ along these axes alone.
                 same = tuple((axis, rank) for axis, rank in at.items() if axis not in over)
@@ -320,7 +320,7 @@ def _differences(
             else:
                 full.setdefault(parameters[name].tied_to, []).append(grad)
     for (name, _), parts in sharded.items():
-        copies = max(shard.copies for shard in parameters[name].shards)
+        copies = max((shard.copies for shard in parameters[name].shards), default=1)
         full.setdefault(parameters[name].tied_to, []).extend(
             join(parts, parameters[name], plan.job, copy) for copy in range(copies)
         )

@@ -21,7 +21,7 @@ from stretto.runtime.rank_tensors import RankTensors, pipeline_ranks
 from stretto.runtime.transport import Transport
 
 Copy = tuple[str, tuple[int, ...]]
-"""What it is (`parameter 'head.weight'`), and which part: coordinates on the axes that it is sharded over."""
+"""What it is (`parameter 'head.weight'`), and which part: coordinates on the axes over which it has parts."""
 
 CHUNK = 2**18
 """Words that are summed at once: enough to keep a device busy, and 2 MiB as integers."""
@@ -51,9 +51,9 @@ def _copies(tensors: RankTensors) -> dict[Copy, torch.Tensor]:
     for k, kept in sorted(tensors.parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
-        shards = () if name in full_tensors else parameter.shards
-        if _is_elsewhere(job, ranks[name], [s.axis for s in shards if s.copies == 1]):
-            part = tuple(s.part(coordinates[s.axis]) for s in shards)
+        shards, over = (parameter.shards, parameter.kept) if name not in full_tensors else ((), ())
+        if _is_elsewhere(job, ranks[name], [*over, *(s.axis for s in shards if s.copies == 1)]):
+            part = *(coordinates[axis] for axis in over), *(s.part(coordinates[s.axis]) for s in shards)
             result.setdefault((f"parameter {name!r}", part), full_tensors.get(name, kept))
     # An evaluation reads what a training wrote.
     for k, buffer_here in sorted(tensors.buffers.items()) if job.trains else ():
@@ -64,7 +64,7 @@ def _copies(tensors: RankTensors) -> dict[Copy, torch.Tensor]:
 
 
 def _is_elsewhere(job: Job, pp_ranks: set[int], sharded: Sequence[str]) -> bool:
-    """Whether what these pipeline ranks use, and these axes shard, is on more than one rank."""
+    """Whether what these pipeline ranks use, and has parts over these axes, is on more than one rank."""
     return len(pp_ranks) > 1 or any(size > 1 and axis not in sharded for axis, size in job.axes)
 
 

@@ -51,7 +51,8 @@ def check_given(tensors: RankTensors, given: Iterable[tuple[str, nn.Parameter]])
     for name, tensor in given if tensors.plan.job.trains else ():
         if tensor.requires_grad and (name not in known or known[name].frozen):
             raise _refusal(f"{name!r}, which was frozen when it was captured, or not there, but trains now,")
-        apart = tensor.is_meta or tensors.on_mesh or (name in known and known[name].shards)
+        parts = name in known and (known[name].shards or known[name].kept)
+        apart = tensor.is_meta or tensors.on_mesh or parts
         if apart and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
             raise _refusal(f"{name!r}, which has a hook,")
 

@@ -122,7 +122,8 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
                     f"{name} looks at a full tensor, and this rank has a part of {piece.name!r} "
                     f"({list(tensor.shape)}): tried on a small tensor and on its halves, its updates differ "
                     f"by {off:.0%}. Take an optimizer that updates each element by itself (AdamW, SGD) for "
-                    "parameters that are sharded, or a layout that keeps them full (dp or pp; tp = ep = 1)"
+                    "parameters of which ranks have parts, or a layout that keeps them full (dp or pp; tp = "
+                    "ep = 1, zero = 0)"
                 )
         two = [_full(tensor, ()), 3 * _full(tensor, ())]
         if off := _difference(optimizer, options, two, lambda kept: [[one] for one in kept]):
@@ -130,7 +131,7 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
                 f"{name} updates a parameter by what others are, and this rank has a part of the model's: "
                 f"tried on two tensors together and on each alone, its updates differ by {off:.0%}. Take an "
                 "optimizer that updates each parameter by itself (AdamW, SGD), or a layout in which each "
-                "rank has all parameters (dp; pp = tp = ep = 1)"
+                "rank has all parameters (dp; pp = tp = ep = 1, zero = 0)"
             )
     except _UntriedError as why:
         warnings.warn(
@@ -145,7 +146,8 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
 
 def _full(tensor: torch.Tensor, cut: Sequence[int]) -> torch.Tensor:
     """A small tensor of the parameter's kind, twice as long along the dims that are cut."""
-    shape = [min(size, SIDE) * (2 if dim in cut else 1) for dim, size in enumerate(tensor.shape)]
+    # Of an empty part, as others have it.
+    shape = [min(size or SIDE, SIDE) * (2 if dim in cut else 1) for dim, size in enumerate(tensor.shape)]
     count = torch.Size(shape).numel()
     built = (0.2 * torch.arange(1, count + 1, dtype=torch.float64).mul(1.7).sin()).reshape(shape)
     for dim in cut:  # halves of other magnitudes

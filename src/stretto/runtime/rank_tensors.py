@@ -1,8 +1,8 @@
 """What one rank has of a model: the parameters and buffers that its stages use, and what ops read of them; of
-a sharded parameter its part of the full tensor, and the full tensor from all parts.
+a parameter that is sharded or kept in parts its part of the full tensor, and the full tensor from all parts.
 
 a parameter that is replicated    the model's own tensor
-one that is sharded               a copy of this rank's part, one for each tie
+one of which it has a part        a copy of this rank's part, one for each tie
 one on a mesh of ranks            this rank's part, which shares the model's memory
 one on "meta", if it may be       memory for this rank's part, without values yet
 """
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
+from stretto.ir.kept import kept_spec, part_number, rows_kept
+from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
 from stretto.parallelize.parts import full_of, local_part
@@ -59,7 +61,15 @@ def part_of(
     """The part of the rank at `coordinates`; a view where it can be."""
     for shard in parameter.shards:
         full = local_part(full, shard, job.size(shard.axis), coordinates[shard.axis])
-    return full
+    if not parameter.kept:
+        return full
+    number = part_number(job, parameter, coordinates)
+    first, end = rows_kept(job, parameter, number)
+    return _rows(full)[first:end].reshape(kept_spec(job, parameter, number).shape)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() else tensor.reshape(1)
 
 
 def pieces_of(
@@ -67,25 +77,44 @@ def pieces_of(
 ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """Where the part of the rank at `coordinates` lies: (offsets in the full tensor, view) of each box.
 
-    One box, or one for each packed block. What has the part's shape (a gradient, an optimizer's average)
-    lies there too.
+    One box, or one for each packed block of which it has rows; none where others keep all rows. What has the
+    part's shape (a gradient, an optimizer's average) lies there too.
     """
-    result = [((0,) * part.dim(), part)]
+    shape = parameter.spec.shape
+    number = part_number(job, parameter, coordinates)
+    first, end = rows_kept(job, parameter, number)
+    if number and first == end:
+        return []
+    result = [((first, *(0,) * (len(shape) - 1)) if shape else (), part)]
     for shard in parameter.shards:
         parts, at = shard.parts(job.size(shard.axis)), shard.part(coordinates[shard.axis])
+        dim, rows = shard.dim, shape[shard.dim] // shard.blocks
         boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for offsets, kept in result:
-            for block, piece in enumerate(kept.chunk(shard.blocks, dim=shard.dim)):
-                first = (block * parts + at) * piece.shape[shard.dim]
-                boxes.append(((*offsets[: shard.dim], first, *offsets[shard.dim + 1 :]), piece))
+            for block in range(shard.blocks):
+                begin = max(offsets[dim], block * rows)
+                length = min(offsets[dim] + kept.shape[dim], (block + 1) * rows) - begin
+                if length > 0 or not rows:
+                    place = begin + (block * (parts - 1) + at) * rows
+                    piece = kept.narrow(dim, begin - offsets[dim], length)
+                    boxes.append(((*offsets[:dim], place, *offsets[dim + 1 :]), piece))
         result = boxes
     return result
 
 
 def join(parts: Sequence[torch.Tensor], parameter: Parameter, job: Job, copy: int = 0) -> torch.Tensor:
-    """The full tensor from the parts of all ranks along the axes, in the order of ranks. copy: which
-    of those that have the same is taken. A parameter that is not sharded is the first part."""
+    """The full tensor from the parts of all ranks along the axes over which it has parts, in the order of
+    ranks. copy: which of those that have the same is taken. One that has no parts is the first."""
     kept = list(parts)
+    if parameter.kept:
+        over = [axis for axis in job.axes if axis[0] in parameter.kept or parameter.is_sharded(axis[0])]
+        groups: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+        for at, part in enumerate(kept):
+            here = Mesh(tuple(over)).coordinates(at)
+            others = tuple(place for axis, place in here.items() if axis not in parameter.kept)
+            groups.setdefault(others, {})[part_number(job, parameter, here)] = _rows(part)
+        rows = (torch.cat([group[number] for number in sorted(group)]) for group in groups.values())
+        kept = [one.reshape(parameter.spec.shape) for one in rows]
     # The last of a job's axes is the fastest.
     for axis, size in reversed(job.axes):
         for shard in parameter.shards:
@@ -121,7 +150,8 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
 
 class RankTensors:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
-    or copies in the dtype of the computation. full_tensors: tied name -> the full tensor
+    or copies in the dtype of the computation; not of those that are kept in parts, which programs put
+    together. full_tensors: tied name -> the full tensor
     of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
     memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
@@ -170,7 +200,9 @@ class RankTensors:
                 check_tensor(self.rank, parameter.name, result, full, self.plan.job.param_dtype, self._empty)
                 assert isinstance(result, nn.Parameter)
                 part = self.parameters[k] = self._part(parameter, result)
-                if cut := tuple(dim for dim in range(part.dim()) if part.shape[dim] != result.shape[dim]):
+                rows = {0} if parameter.kept else set()  # also where the first part has all of them
+                dims = range(result.dim())
+                if cut := tuple(d for d in dims if d in rows or part.shape[d] != result.shape[d]):
                     self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
         for k, buffer in enumerate(self.plan.job.buffers):
@@ -197,18 +229,23 @@ class RankTensors:
         here = part_here(parameter.name, full, parameter.spec, self.rank, self._rank_in_stage())
         on_mesh = here is not full
         self.on_mesh |= on_mesh
-        if not parameter.shards and not on_mesh and not full.is_meta:
+        in_parts = bool(parameter.shards or parameter.kept)
+        if not in_parts and not on_mesh and not full.is_meta:
             return full
         if parameter.tied_to in self._shared:
             return self._shared[parameter.tied_to]
         if id(full) not in self._parts:
             if full.is_meta:
                 device = torch.device(self.plan.job.device)
-                here = torch.empty(parameter.spec.shape, dtype=full.dtype, device=device)
+                number = part_number(self.plan.job, parameter, self.coordinates)
+                shape = kept_spec(self.plan.job, parameter, number).shape
+                here = torch.empty(shape, dtype=full.dtype, device=device)
                 self.without_values = True
-            elif parameter.shards and not on_mesh:
+            elif in_parts and not on_mesh:
                 self.full_tensors[parameter.tied_to] = full.detach()
-                here = part_of(full.detach(), parameter, self.plan.job, self.coordinates).clone()
+                here = part_of(full.detach(), parameter, self.plan.job, self.coordinates)
+                dense = torch.contiguous_format if parameter.kept else torch.preserve_format
+                here = here.clone(memory_format=dense)  # of which collectives need no copy
             self._parts[id(full)] = nn.Parameter(here, requires_grad=full.requires_grad)
         return self._parts[id(full)]
 
@@ -223,8 +260,10 @@ class RankTensors:
         result: dict[int, torch.Tensor] = {}
         built: dict[int, torch.Tensor] = {}
         for k, parameter in self.parameters.items():
-            spec = self.plan.job.parameters[k].spec
-            dtype = getattr(torch, spec.dtype)
+            known = self.plan.job.parameters[k]
+            dtype = getattr(torch, known.spec.dtype)
+            if known.kept:
+                continue
             if name is None or parameter.dtype is dtype:
                 result[k] = parameter.detach()
                 continue
@@ -312,7 +351,7 @@ class RankTensors:
         first = {tie: min(ranks, default=-1) for tie, ranks in pipeline_ranks(self.plan).items()}
         owned = set()
         for parameter in self.plan.job.parameters:
-            copies = {shard.axis: shard.copies for shard in parameter.shards}
+            copies = dict.fromkeys(parameter.kept, 1) | {s.axis: s.copies for s in parameter.shards}
             copy = any(at % copies.get(axis, at + 1) for axis, at in self.within_stage.items())
             if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
                 owned.add(parameter.name)
@@ -323,11 +362,11 @@ def _check_shares(plan: Plan, trained: Plan) -> None:
     """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
     trained, or as other parts."""
     theirs = pipeline_ranks(trained)
-    shards = {p.tied_to: p.shards for p in trained.job.parameters}
+    parts = {p.tied_to: (p.shards, p.kept) for p in trained.job.parameters}
     ranks = pipeline_ranks(plan)
     for p in plan.job.parameters:
         tie = p.tied_to
-        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or p.shards != shards[tie]):
+        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or (p.shards, p.kept) != parts[tie]):
             raise UsageError(
                 f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
                 "or shards it otherwise: capture both with the same layout and the same split"

@@ -4,7 +4,8 @@ Ranks have other parameters under each layout, in groups that lack some or are a
 names:
 
     1. Each rank collects for every parameter of its optimizer the options of the parameter's group, and what
-       of its state is a number. Tensors of the state are sharded as the parameter is, or replicated.
+       of its state is a number. Tensors of the state have the parts that the parameter has, or are
+       replicated. Of an empty part nothing is collected, and nothing read.
     2. Rank 0 writes the options and numbers of all ranks in one table.
     3. A rank that reads gives each of its own groups the options that its parameters had, which must be the
        same for all of them; then PyTorch's own `Optimizer.load_state_dict` takes them and the tensors.
@@ -96,8 +97,8 @@ def state_of(runner: Runner, optimizer: Optimizer) -> tuple[OptimizerTable, dict
                     )
                 continue
             values: dict[str, Any] = {}
-            for key, value in state.items():
-                part = _part(runner, parameter, str(key), value)
+            for key, value in state.items() if tensor.numel() else ():
+                part = _part(runner, parameter, tensor, str(key), value)
                 if part is None:
                     values[str(key)] = value
                 else:
@@ -115,21 +116,21 @@ def merged(tables: Sequence[OptimizerTable]) -> OptimizerTable:
     return table
 
 
-def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | None:
-    """None for a number."""
+def _part(runner: Runner, parameter: Parameter, tensor: torch.Tensor, key: str, value: Any) -> Part | None:
+    """None for a number. tensor: what the rank has of the parameter."""
     if value is None or isinstance(value, numbers.Number):
         return None
     what = f"the optimizer's state {key!r} of {parameter.name!r}"
     if not isinstance(value, torch.Tensor) or "." in key:
         raise UsageError(f"{what} ({type(value).__name__}) is no tensor and no number, and cannot be saved")
-    if tuple(value.shape) == parameter.spec.shape:
+    if value.shape == tensor.shape:
         return runner.tensors.part(parameter, value)
-    if parameter.shards and value.numel() > 1:
+    if parameter.tied_to in runner.tensors.cut_along and value.numel() > 1:
         raise UsageError(
             f"{what} has the shape {list(value.shape)}, and this rank's part of the parameter "
-            f"{list(parameter.spec.shape)}: where it belongs in the full tensor is not known. Take an "
-            "optimizer whose state has the parameter's shape (AdamW, SGD), or a layout that does not shard "
-            "it (tp = 1)"
+            f"{list(tensor.shape)}: where it belongs in the full tensor is not known. Take an "
+            "optimizer whose state has the parameter's shape (AdamW, SGD), or a layout in which ranks have "
+            "all of it (tp = 1, zero = 0)"
         )
     return Part.all_of(value)
 
@@ -148,7 +149,7 @@ def new_tensors(
     tensors: dict[str, tuple[torch.Tensor, Part]] = {}
     for full, shape, dtype in stored:
         name, _ = name_and_key(full)
-        if name not in mine:
+        if name not in mine or not mine[name][1].numel():
             continue
         parameter, tensor = mine[name]
         if shape == full_spec(runner.plan.job, parameter).shape:
@@ -211,7 +212,7 @@ def install(
         if saved is not None:
             group.update({key: value for key, value in saved.items() if key not in OWN_OPTIONS})
         for number, tensor in zip(group["params"], own["params"], strict=True):
-            saved_state = state.get(names.get(id(tensor), ""))
+            saved_state = state.get(names.get(id(tensor), "")) if tensor.numel() else None
             if saved_state:
                 packed["state"][number] = saved_state
     optimizer.load_state_dict(packed)

@@ -142,9 +142,8 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     first = transport.rank == 0
     planner, writer = PartsPlanner(owned), FileSystemWriter(folder)
     # PyTorch wants a tensor under each name; the planner knows the others of it.
-    planner.set_up_planner(
-        {name: part.boxes[0][1] for name, part in owned.items()}, writer.storage_meta(), first
-    )
+    some = {name: part.boxes[0][1] for name, part in owned.items() if part.boxes}
+    planner.set_up_planner(some, writer.storage_meta(), first)
     writer.set_up_storage_writer(first)
     plans = transport.all_gather(planner.create_local_plan())  # step 1
     plans, metadata = planner.create_global_plan(plans)

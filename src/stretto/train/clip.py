@@ -1,7 +1,7 @@
 """Clipping by the norm of the full model's gradient, of which each rank has a part.
 
 1. Each rank takes the norms of the gradients that it owns (`Runner.owns`: a tied one counts once), of a
-   sharded one the norm of its part.
+   sharded one, or one that is kept in parts, the norm of its part.
 2. Each has an index in one vector, zeros elsewhere, which is all-reduced over the ranks: a sum with
    zeros is exact, so every rank has the norms that a single process would have computed of these parts.
 3. The norm of that vector is the global norm, with the same bits on every rank, and under any split into
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.kept import part_count, part_number
 from stretto.ir.program import Job
 from stretto.runtime import Runner
 
@@ -76,6 +77,8 @@ def _indices(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], 
             for shard in parameter.shards:
                 count = shard.parts(job.size(shard.axis))
                 part, parts = part * count + shard.part(coordinates[shard.axis]), parts * count
+            count = part_count(job, parameter)
+            part, parts = part * count + part_number(job, parameter, coordinates), parts * count
             indices[parameter.tied_to] = length + part
             length += parts
     return indices, length
