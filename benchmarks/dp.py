@@ -135,8 +135,7 @@ class DataRace:
 
     def capture(self, model: GPT, batch: Batch, zero: int = 0) -> Job:
         """The step as a job."""
-        how = {"zero": zero} if zero else {}
-        parallel = stretto.Parallel(dp=self.dp, microbatches=self.microbatches, **how)
+        parallel = stretto.Parallel(dp=self.dp, zero=zero, microbatches=self.microbatches)
         return stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
 
 
