@@ -207,6 +207,27 @@ def context(
 
 
 @bench.command()
+def dp(
+    rate: RatesOfRaces = "balanced",
+    hosts: Annotated[str, typer.Option(help="Hosts that share the batch, a rank on each: 2, 4.")] = "2,4",
+    zero: Annotated[
+        str, typer.Option(help="What ranks of ours share: 0, 1 and 3, with commas between.")
+    ] = "0,1,3",
+    rounds: Rounds = 3,
+    json_out: JsonOut = None,
+    keep_out: KeepOut = None,
+) -> None:
+    """Data parallelism with parameters, states or nothing sharded, against PyTorch's fully_shard and DDP."""
+    from benchmarks.dp import LEVELS, SHAPES, VERSION, WORKER, races
+
+    _begin(rounds, 3, json_out)
+    levels = _numbers("--zero", zero, LEVELS)
+    setups = races(_rates(rate), _numbers("--hosts", hosts, SHAPES), levels, rounds=rounds)
+
+    _run(WORKER, setups, tables.dp_table, json_out, keep_out, {"version": VERSION})
+
+
+@bench.command()
 def unet(
     rate: Annotated[
         str,

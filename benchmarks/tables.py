@@ -127,6 +127,31 @@ def context_table(race: Row) -> Grid:
     )
 
 
+def dp_table(race: Row) -> Grid:
+    """Of one race of `benchmarks.dp`."""
+    columns: Columns = {
+        "system": ("system", "{}"),
+        "step ms": (lambda row: 1e3 * row["step_s"], "{:.0f}"),
+        "x fsdp2": ("speedup_vs_fsdp2", "{:.2f}"),
+        "x kept": ("speedup_vs_fsdp2_kept", "{:.2f}"),
+        "x ddp": ("speedup_vs_ddp", "{:.2f}"),
+        "vs own bound": ("ratio_to_own_bound", "{:.2f}"),
+        "exposed ms": (lambda row: 1e3 * row["exposed_s"] if "exposed_s" in row else None, "{:.0f}"),
+        "hidden": (lambda row: row.get("hidden"), "{:.0%}"),
+        "vs planned": _against("step_s", "planned_s"),
+        "peak MiB": (lambda row: row["peak_bytes"] / 2**20 if "peak_bytes" in row else None, "{:.0f}"),
+    }
+    setup = race["setup"]
+    return grid_of(
+        f"dp={setup['dp']}, hidden {setup['hidden']}, {setup['layers']} layers, {setup['rate']}: two gathers "
+        f"and a scatter take {setup['communication_over_compute']:.2f} of compute",
+        columns,
+        race["rows"],
+        caption=f"{setup['microbatches']} microbatches of {setup['microbatch']} a rank, medians of "
+        f"{setup['rounds']} rounds; {_bound(race)}",
+    )
+
+
 def unet_table(race: Row) -> Grid:
     """Of one race of `benchmarks.unet`."""
 

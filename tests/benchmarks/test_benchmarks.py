@@ -52,6 +52,8 @@ def test_a_refusal_is_a_message_and_a_status(tmp_path: Path) -> None:
         (["moe", "--hosts", "3"], "'3' is none of 2, 4"),
         (["moe", "--routing", "even"], "choose of balanced, router"),
         (["moe", "--routing", ""], "choose of balanced, router"),
+        (["dp", "--hosts", "3"], "'3' is none of 2, 4"),
+        (["dp", "--zero", "2"], "'2' is none of 0, 1, 3"),
         (["unet", "--rounds", "2"], "wants 3 rounds"),
         (["unet", "--rate", "fast"], "--rate 'fast'"),
         (["reshard", "--rounds", "2"], "wants 3 rounds"),

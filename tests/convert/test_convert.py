@@ -97,7 +97,7 @@ def test_mixtral_8x7b(tmp_path: Path) -> None:
     become = fates(made)
     assert become["--sequence-parallel"] == "not needed"  # one tensor-parallel rank
     assert become["--overlap-grad-reduce"] == become["--overlap-param-gather"] == "not needed"
-    assert become["--use-distributed-optimizer"] == "lacking"
+    assert (layout.zero, layout.dp_shard, become["--use-distributed-optimizer"]) == (1, None, "taken")
     assert become["--num-layers-per-virtual-pipeline-stage"] == "not needed"  # all 8 of a rank
     assert (layout.schedule, layout.virtual_stages, layout.split) == ("1f1b", None, "auto")
     assert "--moe-grouped-gemm" not in become  # a comment
@@ -138,6 +138,15 @@ def test_ampipe_and_pipe_experts_of_mindspeed(tmp_path: Path) -> None:
     assert fates(made)["--ampipe-tp-sp-comm-overlap"] == "not needed"
     assert fates(made)["--recompute-method"] == "lacking"
     assert made.of("unknown") == []
+
+
+def test_ranks_that_share_the_state_of_experts_too(tmp_path: Path) -> None:
+    flags = "--num-experts 8 --expert-model-parallel-size 4 --use-megatron-fsdp"
+    shares = "--data-parallel-sharding-strategy optim_grads_params --num-distributed-optimizer-instances"
+    layout = read(convert([SMALL, flags, f"{shares} 2"], ranks=16), tmp_path).parallel
+    assert (layout.zero, layout.dp, layout.dp_shard, layout.ep) == (3, 16, 8, 4)
+    with pytest.raises(UsageError, match=r"--num-distributed-optimizer-instances 8.*multiple of ep = 4"):
+        convert([SMALL, flags, f"{shares} 8"], ranks=16)
 
 
 def test_unknown_flags_are_listed_with_the_nearest() -> None:
@@ -190,6 +199,7 @@ FAULTS = r"""
 --vocab-size 10 => --vocab-size 10: data.vocab_size = 10: input should be greater
 --split 10,90 => --split 10,90: data.held_out_fraction = 0.9: input should be less
 --save '' => --save "": checkpoint.dir = '': string should have at least 1 character
+--enable-zero3 --num-distributed-optimizer-instances 3 => append --num-distributed-optimizer-instances 2
 --global-batch-size 20 => append --global-batch-size 16
 --global-batch-size 3 => append --global-batch-size 16
 --micro-batch-size 0 => --micro-batch-size 0: expected an integer from 1 on

@@ -184,6 +184,26 @@ OWN --tensor-model-parallel-size 2
     parallel.split_ops = True: --tp-comm-overlap; --use-ascend-mc2; --use-ascend-coc
 OWN --context-parallel-size 2
     parallel.cp_kind = 'ulysses': --context-parallel-algo ulysses_cp_algo; --cp-comm-type a2a
+OWN --expert-model-parallel-size 1
+    parallel.zero = 1: --use-distributed-optimizer
+    parallel.zero = 3: --use-torch-fsdp2; --enable-zero3
+    not needed: --use-megatron-fsdp; --num-distributed-optimizer-instances 2;
+        --data-parallel-sharding-strategy optim; --torch-fsdp2-no-reshard-after-forward
+OWN --use-torch-fsdp2
+    parallel.zero = 2: --torch-fsdp2-no-reshard-after-forward
+    not needed: --use-distributed-optimizer
+OWN --data-parallel-sharding-strategy optim_grads
+    parallel.zero = 2: --use-megatron-fsdp
+OWN --use-megatron-fsdp --use-distributed-optimizer
+    parallel.zero = 1: --data-parallel-sharding-strategy optim
+    parallel.zero = 2: --data-parallel-sharding-strategy optim_grads
+    parallel.zero = 3: --data-parallel-sharding-strategy optim_grads_params
+    not needed: --data-parallel-sharding-strategy no_shard
+OWN --use-distributed-optimizer
+    parallel.dp_shard = 4: --num-distributed-optimizer-instances 2
+    not needed: --num-distributed-optimizer-instances 1; --num-distributed-optimizer-instances 8
+TWO --tensor-model-parallel-size 4
+    not needed: --use-distributed-optimizer
 TWO
     parallel.schedule = 'zb-h1': --use-nanopipe
     parallel.schedule = 'dualpipev': --schedules-method dualpipev

@@ -101,6 +101,18 @@ needs --use-pipe-experts: one slice is no cut, or expert-parallel ranks send not
     tensor-model-parallel-size:i=1->parallel.tp pipeline-model-parallel-size:i=1->parallel.pp
     context-parallel-size:i=1->parallel.cp
 
+there is one data-parallel rank, or another flag shares more
+    use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 enable-zero3
+
+needs --use-megatron-fsdp: there is one data-parallel rank, or another flag shares more
+    data-parallel-sharding-strategy:(no_shard|optim|optim_grads|optim_grads_params)=no_shard
+
+needs --use-torch-fsdp2: there is one data-parallel rank, or another flag shares more
+    torch-fsdp2-no-reshard-after-forward
+
+no ranks share the optimizer's state
+    num-distributed-optimizer-instances:i=1
+
 there is one context-parallel rank
     cp-comm-type:m
     context-parallel-algo:(ulysses_cp_algo|megatron_cp_algo|hybrid_cp_algo|adaptive_cp_algo|hybrid_adaptive_cp_algo)
@@ -215,8 +227,9 @@ gradients, their reductions and the optimizer's state are float32
 bfloat16 needs no scaled loss
     loss-scale:f initial-loss-scale:f min-loss-scale:f loss-scale-window:f hysteresis:i
 
-the optimizer's state is on every data-parallel rank, so nothing is gathered
+gathers of parameters are ops of the plan, and the order puts compute over them
     overlap-param-gather overlap-param-gather-with-optimizer-step no-align-param-gather
+    fsdp-double-buffer
 
 Stretto's checkpoints have one form, are saved by all ranks and are read under any layout
     ckpt-format:t use-dist-ckpt dist-ckpt-format:t auto-detect-ckpt-format ckpt-fully-parallel-save
@@ -263,13 +276,11 @@ it is about multi-latent attention, which is not asked for
 LACKING = _rows(
     "lacking",
     """
-every data-parallel rank keeps all of the optimizer's state: more memory, the same numbers
-    use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer enable-zero3
-    torch-fsdp2-no-reshard-after-forward optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d
-    swap-optimizer
+the optimizer's state stays on the device: more memory, the same numbers
+    optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d swap-optimizer
 
-every data-parallel rank keeps all that it computes with: more memory, the same numbers
-    data-parallel-sharding-strategy:t=no_shard
+groups of ranks that share the state have copies of it: more memory, the same numbers
+    outer-dp-sharding-strategy:t=no_shard
 
 activations stay on the device; parallel.recompute, with a number of bytes, keeps a limit
     swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i=0

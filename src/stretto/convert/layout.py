@@ -46,6 +46,7 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
     if dp is not None:
         tally.put("parallel.dp", dp, why=f"{ranks} ranks over {named} = {others}")
         _put_batch(tally, micro, dp)
+        _put_shards(tally, dp, cp)
     if cp > 1:
         _put_context(tally)
     if tp > 1:
@@ -60,6 +61,33 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
     if degree != 1:
         tally.put("parallel.ampipe_degree", degree, "--ampipe-degree")
     _put_recompute(tally)
+
+
+STRATEGY, INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
+STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""What Megatron's own FSDP shares -> `zero`."""
+
+
+def _put_shards(tally: Tally, dp: int, cp: int) -> None:
+    """`zero`, of all flags that share something the one that shares most, and `dp_shard`."""
+    kept = "--torch-fsdp2-no-reshard-after-forward"
+    asked = [
+        (1, ("--use-distributed-optimizer",)),
+        (STRATEGIES[tally.get(STRATEGY)], ("--use-megatron-fsdp", STRATEGY)),
+        (2 if tally.is_given(kept) else 3, ("--use-torch-fsdp2", kept)),
+        (3, ("--enable-zero3",)),
+    ]
+    given = [(zero, names) for zero, names in asked if tally.is_given(names[0])]
+    zero = max((zero for zero, _ in given), default=0)
+    groups = tally.need(INSTANCES)
+    if zero and dp % groups:
+        fitting = max(count for count in range(1, groups) if dp % count == 0)
+        tally.refuse(INSTANCES, f"{dp} data-parallel ranks are no multiple; append {INSTANCES} {fitting}")
+    elif zero and dp // groups * cp > 1:
+        names = [name for level, names in given if level == zero for name in names]
+        tally.put("parallel.zero", zero, *names)
+        if groups > 1:
+            tally.put("parallel.dp_shard", dp // groups, INSTANCES)
 
 
 CP_KINDS = {

@@ -1,0 +1,172 @@
+"""Training in which ranks keep parts of parameters, gradients and states, beside the plain model's.
+
+A model with experts, tied or not, of odd sizes, of which some parameters are frozen. Ranks are threads; each
+has an optimizer of its own over what its Runner gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.capturing import capture
+from stretto.config import Parallel
+from stretto.ir.plan import Plan
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.runtime import Runner, run_threads
+from stretto.runtime.rank_tensors import pieces_of
+from stretto.train.clip import GradientClip
+from tests.clusters import cores
+from tests.parallelize.equality import plain_step
+
+VOCAB, CONTEXT, HIDDEN, DP, MICROBATCHES, STEPS = 22, 8, 12, 4, 4, 3
+RATE, MOST_NORM = 1e-2, 0.3
+"""The norm is less than that of any step's gradient."""
+
+FROZEN = ("blocks.0.attention.qkv.weight", "blocks.1.mlp.experts.up", "norm.bias")
+
+Trained = dict[str, Tensor]
+"""Full parameters after `STEPS` steps, by the first name of a tie."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroCell:
+    """How a model is trained. `pp` is 1 or 2, with what `schedule` needs of stages; 2 tensor-parallel ranks
+    also share the sequence, and 2 expert-parallel ones work in two chunks."""
+
+    zero: Literal[0, 1, 2, 3]
+    dp_shard: int | None = None
+    pp: int = 1
+    schedule: str = "1f1b"
+    tp: int = 1
+    ep: int = 1
+    recompute: str = "none"
+    tied: bool = False
+    frozen: bool = False
+    clipped: bool = False
+    precision: Literal["float64", "bf16"] = "float64"
+
+    @property
+    def parallel(self) -> Parallel:
+        stages = {"stages": 4} if self.schedule in ("interleaved-1f1b", "zb-v") else {}
+        return Parallel(
+            **stages,
+            pp=self.pp,
+            dp=DP,
+            zero=self.zero,
+            dp_shard=self.dp_shard,
+            tp=self.tp,
+            sequence_parallel=self.tp > 1,
+            ep=self.ep,
+            ampipe_degree=2 if self.ep > 1 else 1,
+            microbatches=MICROBATCHES,
+            schedule=self.schedule,
+            recompute=self.recompute,
+        )
+
+    def model(self) -> nn.Module:
+        """Its own copy."""
+        model = copy.deepcopy(_model(self.tied)).to(torch.float64 if self.precision == "float64" else None)
+        for name in FROZEN if self.frozen else ():
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    def plan(self, **how: Any) -> Plan:
+        """how: more of `stretto.plan`. The order is a list scheduler's by default, which is fast."""
+        precision = "bf16" if self.precision == "bf16" else "float32"
+        job = capture(self.model(), batch(0), moe_token_sum, self.parallel, precision=precision)
+        cluster = cores(**how.pop("figures", {}))
+        return stretto.plan(job, cluster, **{"order": "list", **how})
+
+
+@cache
+def _model(tied: bool) -> MoEGPT:
+    config = MoEConfig(
+        vocab_size=VOCAB,
+        layers=2,
+        hidden=HIDDEN,
+        heads=2,
+        context=CONTEXT,
+        experts=4,
+        top_k=2,
+        expert_ratio=1.5,
+        capacity_factor=None,
+        tie_embeddings=tied,
+    )
+    return MoEGPT(config, seed=3)
+
+
+def batch(step: int) -> Tensor:
+    """Of one step, on all ranks."""
+    rows = DP * MICROBATCHES
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCAB, (rows, CONTEXT + 1), generator=generator)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=RATE, weight_decay=0.1)
+
+
+def plain_training(cell: ZeroCell) -> Trained:
+    """By PyTorch alone, on full batches."""
+    model = cell.model()
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        _, grads = plain_step(model, moe_token_sum, batch(step), DP * MICROBATCHES)
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads.get(name)
+        if cell.clipped:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+            assert norm > MOST_NORM
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def training(cell: ZeroCell, plan: Plan) -> Trained:
+    """By a plan. What several ranks keep is the same on each, bit by bit, and all rows are kept somewhere."""
+
+    def work(runner: Runner) -> tuple[Mapping[str, int], Trained]:
+        clip = GradientClip(runner, MOST_NORM)
+        optimizer = optimizer_of(runner.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            runner.step(batch(step))
+            if cell.clipped:
+                clip()
+            optimizer.step()
+        return runner.coordinates, {name: p.detach().clone() for name, p in runner.named_parameters()}
+
+    results = run_threads(plan, lambda _: cell.model(), work)
+    known = {p.name: p for p in plan.job.parameters}
+    full: Trained = {}
+    for name, parameter in cell.model().named_parameters():
+        full[name] = torch.full_like(parameter, torch.nan, requires_grad=False)
+    for at, kept in results:
+        for name, part in kept.items():
+            into = full[known[name].tied_to]
+            for offsets, box in pieces_of(part, known[name], plan.job, at):
+                there = into[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))]
+                assert bool((there.isnan() | (there == box)).all()), f"{name} differs between ranks"
+                there.copy_(box)
+    assert [name for name, parameter in full.items() if parameter.isnan().any()] == []
+    return full
+
+
+def worst_error(found: Trained, expected: Trained) -> tuple[float, str]:
+    """The largest relative error by the norm of a parameter, and whose it is."""
+    assert found.keys() == expected.keys()
+    errors = {name: float((found[name] - want).norm() / want.norm()) for name, want in expected.items()}
+    return max((error, name) for name, error in errors.items())
+
+
+def assert_same_parameters(found: Trained, expected: Trained) -> None:
+    """To the bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name, want in expected.items() if not torch.equal(found[name], want)] == []
