@@ -55,19 +55,8 @@ LISTED = 8
 ONE_RANK = {
     key: ParallelSettings.model_fields[key].default
     for key in (
-        *(
-            "pp",
-            "dp",
-            "zero",
-            "dp_shard",
-            "ep",
-            "ep_buffer",
-            "ep_overflow",
-            "ampipe_degree",
-            "ampipe_capacity",
-            "tp",
-            "tp_plan",
-        ),
+        *("pp", "dp", "zero", "dp_shard", "ep", "ep_buffer", "ep_overflow"),
+        *("ampipe_degree", "ampipe_capacity", "tp", "tp_plan"),
         *("sequence_parallel", "pipe_experts", "pipe_experts_multi_data"),
     )
 }
