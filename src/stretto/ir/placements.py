@@ -80,7 +80,9 @@ SIDE_BY_SIDE = "aten._chunk_cat.default"
 """Tensors of any placement, in one flat tensor, in which each keeps its own."""
 
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
-SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
+SPLITS = frozenset(
+    f"aten.{name}" for name in ("split.Tensor", "split_with_sizes.default", "split_with_sizes_copy.default")
+)
 
 
 def _is_zero(op: Op) -> bool:
@@ -155,7 +157,8 @@ class Placer:
         if op.target == WAIT:
             return self._pieces(op.args[0].name)
         if op.target == SIDE_BY_SIDE:
-            return tuple(self.of(name) for name in op.uses)
+            given = (self.of(name) for name in op.uses)  # of a slice, not where it is
+            return tuple(LOCAL if kept.kind == "part" else kept for kept in given)
         if op.target in SPLITS and op.uses[0] in self._tuples:
             return self._pieces(op.uses[0])
         if op.target == INDEX:

@@ -114,6 +114,8 @@ def price_list(
                     continue
                 if id(op) not in seen:
                     seen[id(op)] = op, pricer.price(op, specs)
+                if op.writes is not None and op.spec is not None:
+                    specs[op.writes] = op.spec
                 alone.append(seen[id(op)][1])
             times = pricer.run_us(ops, [priced.us for priced in alone])
             for op, priced, us in zip(ops, alone, times, strict=True):

@@ -13,10 +13,10 @@ from typing import Any
 
 from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.collectives import PRICED
-from stretto.ir.flow import PHASES, is_external
+from stretto.ir.flow import PHASES, is_external, made_parameters
 from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, GETITEM, GRAD, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
+from stretto.ir.program import CHUNK, GETITEM, GRAD, INDEX, SHARD, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
 
 STAGE = "there is no stage {}; the job has {}"
 RANK = "there is no rank {}; the plan has {}"
@@ -331,20 +331,22 @@ def _communicators(found: _Broken, plan: Plan) -> None:
 def _run_once(found: _Broken, plan: Plan) -> None:
     """Programs that run once a step: collectives over a communicator of the plan, what lives over the step,
     and values that an op before makes."""
-    known = {GRAD + parameter.name for parameter in plan.job.parameters} | {STEP_LOSS}
+    made = made_parameters(plan.job)
+    changed = {GRAD + parameter.name for parameter in plan.job.parameters} | {STEP_LOSS}
+    given = changed | {SHARD + parameter.tied_to for parameter in plan.job.parameters if parameter.is_made}
     lanes = {communicator.name for communicator in plan.communicators}
     for at, stage in enumerate(plan.job.stages):
         for phase in ONCE_PHASES:
-            made: set[str] = set()
+            before: set[str] = set()
             for k, op in enumerate(stage.ops.get(phase, ())):
                 path = f"job.stages[{at}].ops.{phase}[{k}]"
                 for name in op.uses:
-                    found.points(path, name, known | made, f"{op.name}: there is no {{!r}} before it")
+                    found.points(path, name, given | before, f"{op.name}: there is no {{!r}} before it")
                 if op.writes is not None:
-                    found.points(path, op.writes, known, f"{op.name}: there is no {{!r}} to write")
+                    found.points(path, op.writes, changed | made, f"{op.name}: there is no {{!r}} to write")
                 if op.kind is not None:
                     found.points(path, op.lane, lanes, f"{op.name}: there is no communicator {{!r}}")
-                made.add(op.name)
+                before.add(op.name)
 
 
 def _costs(found: _Broken, plan: Plan) -> None:

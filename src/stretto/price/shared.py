@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from stretto.ir.axes import PIPELINE, Sums, sums_of
-from stretto.ir.collectives import ALL_REDUCE, KINDS
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
@@ -98,23 +98,31 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
             if asked is not None and made is not None and job.size(asked.axis) > 1:
                 sizes[asked.axis, asked.kind].add(asked.nbytes)
                 dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
-        for axis, stage in ((axis, stage) for axis, size in job.axes if size > 1 for stage in job.stages):
-            summed = [
-                parameter
-                for parameter in job.parameters
-                if stage.index in parameter.stages
-                and parameter.grads
-                and (sums_of(axis) is Sums.ALL or axis in parameter.partial)
-            ]
-            each = [reduced_bytes(job, parameter, axis) for parameter in summed]
-            if summed:
-                sizes[axis, ALL_REDUCE.name].update((min(each), max(each), sum(each)))
-            for parameter, nbytes in zip(summed, each, strict=True):
-                dtypes[axis, ALL_REDUCE.name][parameter.own_dtype or parameter.spec.dtype] += nbytes
+        for (axis, kind, dtype), each in _once_a_step(job).items():
+            sizes[axis, kind].update((min(each), max(each), sum(each)))
+            dtypes[axis, kind][dtype] += sum(each)
     return tuple(
         WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)
     )
+
+
+def _once_a_step(job: Job) -> dict[tuple[str, str, str], list[int]]:
+    """(axis, kind, dtype) -> bytes of what travels once a step of parameters and gradients, one by one."""
+    result: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for axis, parameter in ((axis, p) for axis, size in job.axes if size > 1 for p in job.parameters):
+        nbytes = reduced_bytes(job, parameter, axis)
+        if axis in parameter.kept:
+            result[axis, ALL_GATHER.name, parameter.spec.dtype].append(parameter.spec.nbytes)
+        if not parameter.grads or not (sums_of(axis) is Sums.ALL or axis in parameter.partial):
+            continue
+        kind = REDUCE_SCATTER if axis in parameter.kept else ALL_REDUCE
+        result[axis, kind.name, parameter.grad_dtype].append(nbytes)
+    reduced = {axis for axis, kind, _ in result if kind == ALL_REDUCE.name}
+    for axis in job.data_axes:
+        if axis not in reduced:
+            result[axis, ALL_REDUCE.name, job.loss_spec.dtype].append(job.loss_spec.nbytes)
+    return result
 
 
 def sweep(asked: Iterable[int]) -> tuple[int, ...]:

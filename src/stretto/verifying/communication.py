@@ -52,7 +52,7 @@ class _StageProof:
         self.lanes = {c.name: members_of(plan, c) for c in plan.communicators if c.joins_pp_ranks}
         self.rank = plan.rank_of(stage.index)
         self.stage = stage
-        self.given = given
+        self.given = dict(given)
         self.ops = {op.name: op for op in stage.all_ops}
         self.phase_of = {op.name: phase for phase, ops in stage.ops.items() for op in ops}
         self.taken = self.leaving()
@@ -70,6 +70,8 @@ class _StageProof:
                 checks += [self.waited(op), self.uses(name)]
             for what, fix in (result for check in checks for result in check):
                 yield Fault(self.rank, f"stage {self.stage.index}{self.phase_of[name]}, {name}", what, fix)
+            if op.writes is not None and op.spec is not None:
+                self.given[op.writes] = op.spec
 
     def started(self, op: Op) -> list[str]:
         """The starts whose results an op reads."""

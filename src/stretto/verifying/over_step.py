@@ -229,15 +229,16 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     def proved(
         axis: str, size: int, begin: dict[str, Placement], end: dict[str, Placement], said: str
     ) -> Iterator[Fault]:
-        placer = Placer(axis, size, begin)
+        placer, now = Placer(axis, size, begin), dict(specs)
         for op in program:
             try:
-                placer.place(op, specs)
+                placer.place(op, now)
             except PlacementError as trouble:
                 yield Fault(rank, f"{op.name} ({op.target})", f"{trouble} (along {said})", trouble.fix)
                 placer.values[op.name] = LOCAL
-            if op.writes is not None and op.target != FREE:
+            if op.writes is not None and op.spec is not None:
                 placer.values[op.writes] = placer.of(op.name)
+                now[op.writes] = op.spec
         for name, want in end.items():
             kept = placer.of(name)
             right = kept.is_full if want == EQUAL else kept.kind in ("part", "local")

@@ -55,6 +55,7 @@ def _ops(job: Job, specs: Specs) -> Iterator[Fault]:
     made = {op.name: op.outputs for stage in job.stages for ops in stage.ops.values() for op in ops}
     seen: dict[str, Op] = {}
     for stage in job.stages:
+        now = dict(specs)
         for phase, ops in stage.ops.items():
             for op in ops:
                 if seen.setdefault(op.name, op) is not op and seen[op.name] == op:
@@ -62,9 +63,11 @@ def _ops(job: Job, specs: Specs) -> Iterator[Fault]:
                 if op.target == GETITEM:
                     trouble = _part(op, made)
                 else:
-                    trouble = _trouble(op, specs, job.device)
+                    trouble = _trouble(op, now, job.device)
                 if trouble:
                     yield _fault(stage.index, phase, op.name, trouble)
+                if op.writes is not None and op.spec is not None:
+                    now[op.writes] = op.spec
 
 
 def _part(op: Op, made: Mapping[str, Given]) -> str:
