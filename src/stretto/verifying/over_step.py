@@ -5,9 +5,10 @@ loss are reduced over all ranks that have addends of them; and that ranks start 
 2. What lives over the step has a history: what was added, and which ops have written it. By itself the
    program runs behind all actions, and each op reads some history. In the plan's order each op must read the
    same one: so no reduction begins before the last addition, and nothing is read that is not there yet, or no
-   longer.
-3. Along each axis ranks have equal gradients, addends or parts. The programs are placed as all others are
-   (`stretto.ir.placements`), and at the end a gradient is as its parameter is.
+   longer. Memory in which a collective works is left alone until its wait.
+3. At the end gradients are made of those of their tie, each once, and of no other. Along each axis ranks have
+   equal gradients, addends or parts: the programs are placed as all others are (`stretto.ir.placements`), and
+   at the end a gradient is as its parameter is.
 4. Pipeline ranks start the collectives that join them in one order.
 """
 
@@ -21,9 +22,9 @@ from stretto.ir.action import ONCE, ONCE_PHASES, Phase
 from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import OVER_STEP, given_specs
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
-from stretto.ir.placements import Placer
+from stretto.ir.placements import SIDE_BY_SIDE, SPLITS, Placer
 from stretto.ir.plan import LOSS, ItemKind, Plan, Window
-from stretto.ir.program import FREE, GRAD, STEP_LOSS, Job, Op, Parameter
+from stretto.ir.program import FREE, GETITEM, GRAD, STARTS, STEP_LOSS, WAIT, Job, Op, Parameter
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
@@ -36,6 +37,7 @@ def over_step_faults(plan: Plan) -> list[Fault]:
     for rank in range(plan.ranks):
         result += _in_place(plan, rank)
         result += _History(plan, rank).faults()
+        result += _own(plan, rank)
         result += _reduced(plan, rank)
     result += _one_order(plan)
     return result
@@ -91,6 +93,34 @@ class _Contents:
             self.of[op.writes] = 0 if op.target == FREE else made
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Where values lie, and which collectives are under way there."""
+
+    lies_in: dict[str, str] = field(default_factory=dict)
+    under_way: dict[str, Op] = field(default_factory=dict)
+    """Memory -> the start."""
+
+    def run(self, op: Op) -> Iterator[tuple[str, str]]:
+        """Why the op may not run now."""
+        root = self._root(op.alias) if op.alias is not None else op.name
+        in_place = op.kind is not None and op.alias is not None
+        if op.target == WAIT:
+            self.under_way = {at: start for at, start in self.under_way.items() if start.name not in op.uses}
+        for name in op.uses:
+            start = self.under_way.get(self._root(name))
+            if start is not None and (in_place or start.alias is not None):
+                yield f"reads {name} while {start.name} is under way in its memory", "Move it after its wait"
+        if op.kind is not None:
+            self.under_way[self._root(op.uses[0])] = op
+        self.lies_in[op.name] = root
+        if op.writes is not None:
+            self.lies_in[op.writes] = root
+
+    def _root(self, name: str) -> str:
+        return self.lies_in.get(name, name)
+
+
 class _History:
     """Step 2 of one rank."""
 
@@ -106,6 +136,7 @@ class _History:
         for op in self.program:
             self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
             contents.run(op)
+        self.ends = contents.of
 
     def _steps(self) -> Iterator[tuple[tuple[int, int], _Step]]:
         """In the plan's order: ((instruction, microbatch), step)."""
@@ -122,7 +153,7 @@ class _History:
 
     def faults(self) -> Iterator[Fault]:
         last = {name: (at, step) for (at, _), step in self._steps() for name in step.adds}
-        contents = _Contents()
+        contents, memory = _Contents(), _Memory()
         done: set[str] = set()
         for run, step in self._steps():
             for name in step.adds:
@@ -139,10 +170,16 @@ class _History:
                     yield self._fault(run[0], op, *self._wrong(name, run[0], step, last, done))
                     if content is not None:
                         contents.of[name] = content
+            for wrong in memory.run(op):
+                yield self._fault(run[0], op, *wrong)
             contents.run(op)
-        for op in self.program:
-            if op.name not in done:
-                yield Fault(self.rank, op.name, "never runs", "Add it to a window")
+        missing = [op.name for op in self.program if op.name not in done]
+        for name in missing:
+            yield Fault(self.rank, name, "never runs", "Add it to a window")
+        for name in sorted({op.writes for op in self.program if op.writes is not None}):
+            if not missing and contents.of[name] != self.ends[name]:
+                what = "is something else at the end than what its program makes of it"
+                yield Fault(self.rank, name, what, "Write it in the order of the program")
 
     def _wrong(
         self, name: str, at: int, step: _Step, last: Mapping[str, tuple[int, _Step]], done: set[str]
@@ -192,8 +229,43 @@ def _steps_of(
             yield _Step(at, item.part, name, tuple(added))
 
 
+def _own(plan: Plan, rank: int) -> Iterator[Fault]:
+    """Step 3 of one rank: of whom everything is made, by name the pieces that lie in it side by side."""
+    ties: dict[str, list[str]] = defaultdict(list)
+    for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
+        ties[parameter.tied_to].append(GRAD + parameter.name)
+    specs = given_specs(plan.job)
+    made: dict[str, tuple[tuple[str, ...], ...]] = {STEP_LOSS: ((STEP_LOSS,),)}
+    made |= {name: ((name,),) for names in ties.values() for name in names}
+    for op in plan.once(rank):
+        for name in op.uses:
+            if name not in made:
+                yield Fault(rank, op.name, f"reads {name}, which this rank does not have", "Take it out")
+        if op.kind is not None and op.kind.sums and op.how != "sum":
+            yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
+        pieces = [piece for name in op.uses for piece in made.get(name, ())]
+        if op.target == GETITEM and len(pieces) > 1:
+            pieces = pieces[op.args[1] :][:1]
+        elif op.target not in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
+            pieces = [tuple(one for piece in pieces for one in piece)]
+        made[op.name] = tuple(pieces)
+        if op.target == FREE:
+            made.pop(str(op.writes), None)
+        elif op.writes is not None:
+            made[op.writes] = made[op.name]
+            spec, given = op.spec, specs.get(op.writes)
+            if given is None or spec is None or (spec.shape, spec.dtype) != (given.shape, given.dtype):
+                what = f"writes {spec or 'no tensor'} into {op.writes}, which is {given or 'of no one'}"
+                yield Fault(rank, op.name, what, "Write what has its shape and dtype")
+    for names in ({STEP_LOSS: [STEP_LOSS]} | ties).values():
+        left = [one for name in names for piece in made.get(name, ()) for one in piece]
+        if sorted(left) != sorted(names):
+            what = f"is made of {', '.join(left) or 'nothing'} at the end, instead of {', '.join(names)}"
+            yield Fault(rank, names[0], what, "Reduce each gradient once, into its own name")
+
+
 def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
-    """Step 3 of one rank."""
+    """Step 3 of one rank, along each axis."""
     job, program = plan.job, plan.once(rank)
     stages = plan.schedule.stages_of(rank)
     here = list(_trained(job, stages))
