@@ -70,9 +70,7 @@ def last_run(job: Job, window: Window, stage: int, leads: Sequence[Sequence[Op]]
     starts: dict[int, list[Item]] = defaultdict(list)
     for lead in leads:
         added = (at for op in lead for name in op.uses for at in adding.get(name, ()))
-        starts[max(added, default=len(window.items) - 1)] += [
-            Item(ItemKind.OP, part, op.name) for op in lead
-        ]
+        starts[max(added, default=len(window.items) - 1)] += [Item(ItemKind.OP, part, op.name) for op in lead]
     # A stage may be empty: its window is empty, and what is to start at its end is all there is.
     items = [*starts[-1], *(each for at, item in enumerate(window.items) for each in (item, *starts[at]))]
     return Window(

@@ -24,23 +24,29 @@ from stretto.ir.flow import OVER_STEP, given_specs
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
 from stretto.ir.placements import SIDE_BY_SIDE, SPLITS, Placer
 from stretto.ir.plan import LOSS, ItemKind, Plan, Window
-from stretto.ir.program import FREE, GETITEM, GRAD, STARTS, STEP_LOSS, WAIT, Job, Op, Parameter
+from stretto.ir.program import FREE, GETITEM, GRAD, STARTS, STEP_LOSS, WAIT, Job, Op, Parameter, refs
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
 from stretto.verifying.trace import EventKind, trace_of
 
+SUM_IT = "Add a sum that has it, or take out what is too much; others wait"
+
 
 def over_step_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what runs once a step. References must be sound."""
+    """Every fault of what runs once a step, but those along axes. References must be sound."""
     result: list[Fault] = []
     for rank in range(plan.ranks):
         result += _in_place(plan, rank)
         result += _History(plan, rank).faults()
         result += _own(plan, rank)
-        result += _reduced(plan, rank)
     result += _one_order(plan)
     return result
+
+
+def reduction_faults(plan: Plan) -> list[Fault]:
+    """Every fault of what ranks have along axes (step 3). The plan must have no other fault."""
+    return [fault for rank in range(plan.ranks) for fault in _reduced(plan, rank)]
 
 
 def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -155,6 +161,7 @@ class _History:
         last = {name: (at, step) for (at, _), step in self._steps() for name in step.adds}
         contents, memory = _Contents(), _Memory()
         done: set[str] = set()
+        sound = True
         for run, step in self._steps():
             for name in step.adds:
                 contents.add(name, (step.value, run))
@@ -163,21 +170,24 @@ class _History:
                 continue
             if op.name in done:
                 yield self._fault(run[0], op, "is there a second time", "Keep one")
+                sound = False
                 continue
             done.add(op.name)
             for name, content in self.expected[op.name].items():
                 if contents.of.get(name) != content:
                     yield self._fault(run[0], op, *self._wrong(name, run[0], step, last, done))
+                    sound = False
                     if content is not None:
                         contents.of[name] = content
             for wrong in memory.run(op):
                 yield self._fault(run[0], op, *wrong)
             contents.run(op)
-        missing = [op.name for op in self.program if op.name not in done]
-        for name in missing:
-            yield Fault(self.rank, name, "never runs", "Add it to a window")
-        for name in sorted({op.writes for op in self.program if op.writes is not None}):
-            if not missing and contents.of[name] != self.ends[name]:
+        for op in self.program:
+            if op.name not in done:
+                yield Fault(self.rank, op.name, "never runs", "Add it to a window")
+                sound = False
+        for name in sorted({op.writes for op in self.program if op.writes is not None and sound}):
+            if contents.of[name] != self.ends[name]:
                 what = "is something else at the end than what its program makes of it"
                 yield Fault(self.rank, name, what, "Write it in the order of the program")
 
@@ -237,14 +247,25 @@ def _own(plan: Plan, rank: int) -> Iterator[Fault]:
     specs = given_specs(plan.job)
     made: dict[str, tuple[tuple[str, ...], ...]] = {STEP_LOSS: ((STEP_LOSS,),)}
     made |= {name: ((name,),) for names in ties.values() for name in names}
+    lanes = {LOSS: [STEP_LOSS]} | {TIED + name: names for name, names in ties.items()}
+    summed: set[tuple[str, str]] = set()
     for op in plan.once(rank):
         for name in op.uses:
             if name not in made:
                 yield Fault(rank, op.name, f"reads {name}, which this rank does not have", "Take it out")
         if op.kind is not None and op.kind.sums and op.how != "sum":
             yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
-        pieces = [piece for name in op.uses for piece in made.get(name, ())]
-        if op.target == GETITEM and len(pieces) > 1:
+        pieces = [piece for name in refs(op.args) for piece in made.get(name, ())]
+        if op.kind is not None:
+            owners = {one for piece in pieces for one in piece}
+            summed.update((one, op.lane) for one in owners)
+            axes = dict(plan.job.axes)
+            fits = owners <= {*lanes[op.lane]} if op.lane in lanes else op.lane in axes
+            if not fits or (STEP_LOSS in owners and op.lane != LOSS):
+                what = f"reduces {', '.join(sorted(owners))} on communicator {op.lane}, which is not for them"
+                fix = f"Sum the loss on {LOSS}, copies of a tie on {TIED}<its name>, others on an axis"
+                yield Fault(rank, op.name, what, fix)
+        if op.target == GETITEM:
             pieces = pieces[op.args[1] :][:1]
         elif op.target not in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
             pieces = [tuple(one for piece in pieces for one in piece)]
@@ -262,6 +283,11 @@ def _own(plan: Plan, rank: int) -> Iterator[Fault]:
         if sorted(left) != sorted(names):
             what = f"is made of {', '.join(left) or 'nothing'} at the end, instead of {', '.join(names)}"
             yield Fault(rank, names[0], what, "Reduce each gradient once, into its own name")
+    for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
+        for shard in parameter.shards:
+            name, shared = GRAD + parameter.name, shard.copies > 1 and shard.axis in parameter.partial
+            if shared and (name, shard.axis) not in summed:
+                yield Fault(rank, name, f"is never summed over {shard.axis}", SUM_IT)
 
 
 def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -285,9 +311,10 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 placer.values[op.writes] = placer.of(op.name)
         for name, was in given.items():
             kept, parts = placer.of(name), ("part", "local")
-            if name not in freed and not kept.is_full and not (was.kind in parts and kept.kind in parts):
+            right = kept.kind in parts if was.kind in parts else kept.is_full
+            if name not in freed and not right:
                 what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
-                yield Fault(rank, name, what, "Add a sum that has it; others wait")
+                yield Fault(rank, name, what, SUM_IT)
 
     for axis, size in job.axes:
         if size > 1:
