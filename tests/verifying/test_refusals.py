@@ -53,6 +53,7 @@ END = "0REDUCE_GRAD 2"
 """The window of the step's end on the first pipeline rank of the grid."""
 LAST = "dp.0.1.1.grad; "
 """What that window ends with."""
+AGAIN = f"{LAST}again; again.sum; "
 FLAT = Ref("grad/n0"), Ref("grad/w0.0")
 """What the bucket of the grid has."""
 WITHOUT = (once(0, lambda ops: [op for op in ops if op.name not in ("tp.0.0", "tp.0.0.sum")]),)
@@ -165,7 +166,7 @@ GRID: list[Row] = [
     (op(0, "dp.0.1.flat", args=((FLAT[1], FLAT[1]), 0, 1)), "rank 0, grad/n0", "made of grad/w0.0 at"),
     (op(0, "dp.0.1.flat", args=(FLAT[::-1], 0, 1)), "rank 0, grad/w0.0", "made of grad/n0 at the end"),
     (op(0, "dp.0.1.flat", args=(FLAT[:1], 0, 1)), "rank 0, grad/w0.0", "made of nothing at the end"),
-    (op(0, "dp.0.0", args=((), "sum", "dp", 3)), "stage 0REDUCE_GRAD, dp.0.0", "cannot be read"),
+    (op(0, "dp.0.0", args=((), "sum", "dp", 3)), "job.stages[0].ops.REDUCE_GRAD[3]", "cannot be read"),
     (op(0, "dp.0.0", args=(Ref("grad/w0.1"), "max", "dp", 3)), "rank 0, dp.0.0", "takes the max of grad"),
     (op(0, "dp.0.0.sum", args=(Ref("dp.0.9"),)), "job.stages[0].ops.REDUCE_GRAD[7]", "there is no 'dp.0.9'"),
     (op(0, "dp.0.0.sum", args=(Ref("fg0.0"),)), "job.stages[0].ops.REDUCE_GRAD[7]", "there is no 'fg0.0'"),
@@ -208,15 +209,15 @@ GRID: list[Row] = [
     (
         both(
             once(0, lambda ops: (*ops, *summed_again("dp", 3))),
-            window(END, LAST, f"{LAST}again; again.sum; "),
+            window(END, LAST, AGAIN),
         ),
         "again (comm.all_reduce)",
-        "equal",
+        "which all have it in full (along dp)",
     ),
     (
         both(
             once(0, lambda ops: (*ops, *summed_again("tp", 2))),
-            window(END, LAST, f"{LAST}again; again.sum; "),
+            window(END, LAST, AGAIN),
         ),
         "rank 0, grad/w0.1",
         "is full along tp at the end",
@@ -411,12 +412,12 @@ def test_refusals(base: str, edit: Edit, where: str, word: str) -> None:
 
 
 def test_the_error_lists_every_fault() -> None:
-    swapped = window("1REDUCE_GRAD", "pp.loss; ", "pp.loss.sum; pp.loss; ")(BASE)
-    broken = window("1REDUCE_GRAD 2", "pp.tied.w0.sum; ", "")(swapped)
+    doubled = window("1REDUCE_GRAD", "pp.loss; ", "pp.loss; pp.loss; ")(BASE)
+    broken = window("1REDUCE_GRAD 2", "pp.tied.w0.sum; ", "")(doubled)
     with pytest.raises(PlanError, match="2 faults") as caught:
         verify(broken)
     assert [(fault.rank, fault.action) for fault in plan_faults(broken)] == [
-        (1, "window 1REDUCE_GRAD, pp.loss.sum"),
+        (1, "window 1REDUCE_GRAD, pp.loss"),
         (1, "pp.tied.w0.sum"),
     ]
     assert len(caught.value.faults) == 2
@@ -573,14 +574,13 @@ def test_waiting_for_a_sum_too_early() -> None:
         replace(p, grads=p.grads if p.name == "w1" else (), tied_to="w0", stages=(0, 1))
         for p in rich_job(2, 2).parameters
     )
-    runs = "run 0REDUCE_GRAD:-1; ", "run 0REDUCE_GRAD 1:-1; "
+    base = lowered(replace(rich_job(2, 2), parameters=parameters), make_schedule("1f1b", 2, 2))
+    assert plan_faults(base) == []
     early = both(
-        job(parameters=parameters),
-        order(0, runs[1], ""),
-        order(0, runs[0], ""),
-        order(0, "recv e1:0; ", f"{runs[0]}{runs[1]}recv e1:0; "),
+        window("0REDUCE_GRAD 1", "pp.tied.w0; ", "pp.tied.w0; pp.tied.w0.sum; "),
+        window("0REDUCE_GRAD 2", "pp.tied.w0.sum; ", ""),
     )
-    first = plan_faults(early(moved))[0]
+    first = plan_faults(early(base))[0]
     assert (first.rank, first.action) == (0, "run 0REDUCE_GRAD 1:-1")
     assert "deadlock: waits for pp.tied.w0 (pp.tied.w0.sum), which ranks [1] have not started" in first.what
 
