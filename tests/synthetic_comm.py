@@ -164,9 +164,7 @@ def reduced(program: Sequence[Op]) -> dict[str, tuple[str, ...]]:
     """Start of a program that runs once a step -> what it reduces: parameters, or "step/loss"."""
     leads, _ = around_starts(program)
     return {
-        start: tuple(
-            name.removeprefix("grad/") for op in lead for name in op.uses if name.startswith(OVER_STEP)
-        )
+        start: tuple(n.removeprefix("grad/") for op in lead for n in op.uses if n.startswith(OVER_STEP))
         for start, lead in leads.items()
     }
 
@@ -212,11 +210,10 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
         if item.kind is ItemKind.OP:
             reads = ops[item.part, str(item.ref)].uses
             writes = ops[item.part, str(item.ref)].writes
-            for name in (*reads, *([writes] if writes else [])):
-                added = {
-                    n for (part, v), n in made.items() if (window.parts[part][0], v) in adds.get(name, ())
-                }
-                needs[at] |= added | (touched[name] if name in adds else set())
+            for name in dict.fromkeys((*reads, *([writes] if writes else []))):
+                adding = adds.get(name, set())
+                needs[at] |= {n for (part, v), n in made.items() if (window.parts[part][0], v) in adding}
+                needs[at] |= touched[name] if name in adds else set()
                 touched[name].add(at)
         elif item.kind is ItemKind.SEND:
             reads = (job.edges[int(item.ref)].value,)

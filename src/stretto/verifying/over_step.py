@@ -15,15 +15,15 @@ loss are reduced over all ranks that have addends of them; and that ranks start 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from stretto.ir.action import ONCE, ONCE_PHASES, Phase
+from stretto.ir.action import ONCE, ONCE_PHASES
 from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import OVER_STEP, given_specs
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
 from stretto.ir.placements import SIDE_BY_SIDE, SPLITS, Placer
-from stretto.ir.plan import LOSS, ItemKind, Plan, Window
+from stretto.ir.plan import LOSS, ItemKind, Plan
 from stretto.ir.program import FREE, GETITEM, GRAD, STARTS, STEP_LOSS, WAIT, Job, Op, Parameter, refs
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
@@ -71,26 +71,18 @@ def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, str(instruction), f"has messages in {phase}", "Move them to an action")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Something that an item does to what lives over the step: it adds a value, or is an op of its own."""
-
-    at: int
-    part: int
-    value: str
-    adds: tuple[str, ...] = ()
-    op: Op | None = None
+Position = tuple[int, int]
+"""(instruction of the rank's order, item of its window)."""
 
 
 @dataclass(slots=True)
 class _Contents:
-    """By name, what has happened to it. Additions commute: their order is that of the ops of a window, which
-    keeps it, and of microbatches."""
+    """By name, what has happened to it. Of additions only the last counts: ops read what is complete."""
 
     of: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, what: object) -> None:
-        self.of[name] = (self.of.get(name, 0) + hash(what)) & (1 << 62) - 1
+    def complete(self, name: str) -> None:
+        self.of[name] = hash((name, self.of.get(name)))
 
     def run(self, op: Op) -> None:
         made = hash((op.name, *(self.of.get(name) for name in op.uses)))
@@ -132,55 +124,52 @@ class _History:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.adds = _adds(plan)
+        self.last = _last_adds(plan, rank)
         self.program = plan.once(rank)
         self.expected: dict[str, dict[str, int | None]] = {}
         contents = _Contents()
-        for run, step in self._steps():
-            for name in step.adds:
-                contents.add(name, (step.value, run))
+        for name in self.last:
+            contents.complete(name)
         for op in self.program:
             self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
             contents.run(op)
         self.ends = contents.of
 
-    def _steps(self) -> Iterator[tuple[tuple[int, int], _Step]]:
-        """In the plan's order: ((instruction, microbatch), step)."""
-        known: dict[str, list[_Step]] = {}
+    def _steps(self) -> list[tuple[Position, str | Op]]:
+        """In the plan's order: what is complete then, and ops."""
+        result: list[tuple[Position, str | Op]] = [(at, name) for name, at in self.last.items()]
         ops = {op.name: op for op in self.program}
         for at, instruction in enumerate(self.plan.orders[self.rank]):
             window = self.plan.windows.get(str(instruction.ref))
-            if window is None:
-                continue
-            if window.name not in known:
-                known[window.name] = list(_steps_of(window, self.adds, ops))
-            for step in known[window.name]:
-                yield (at, instruction.microbatches[step.part]), step
+            if window is not None and len(window.actions) < len(window.parts):
+                result += [
+                    ((at, k), ops[str(item.ref)])
+                    for k, item in enumerate(window.items)
+                    if item.part not in window.actions and item.ref in ops
+                ]
+        return sorted(result, key=lambda step: step[0])
 
     def faults(self) -> Iterator[Fault]:
-        last = {name: (at, step) for (at, _), step in self._steps() for name in step.adds}
         contents, memory = _Contents(), _Memory()
         done: set[str] = set()
         sound = True
-        for run, step in self._steps():
-            for name in step.adds:
-                contents.add(name, (step.value, run))
-            op = step.op
-            if op is None:
+        for at, op in self._steps():
+            if isinstance(op, str):
+                contents.complete(op)
                 continue
             if op.name in done:
-                yield self._fault(run[0], op, "is there a second time", "Keep one")
+                yield self._fault(at, op, "is there a second time", "Keep one")
                 sound = False
                 continue
             done.add(op.name)
             for name, content in self.expected[op.name].items():
                 if contents.of.get(name) != content:
-                    yield self._fault(run[0], op, *self._wrong(name, run[0], step, last, done))
+                    yield self._fault(at, op, *self._wrong(name, at, done))
                     sound = False
                     if content is not None:
                         contents.of[name] = content
             for wrong in memory.run(op):
-                yield self._fault(run[0], op, *wrong)
+                yield self._fault(at, op, *wrong)
             contents.run(op)
         for op in self.program:
             if op.name not in done:
@@ -191,15 +180,13 @@ class _History:
                 what = "is something else at the end than what its program makes of it"
                 yield Fault(self.rank, name, what, "Write it in the order of the program")
 
-    def _wrong(
-        self, name: str, at: int, step: _Step, last: Mapping[str, tuple[int, _Step]], done: set[str]
-    ) -> tuple[str, str]:
+    def _wrong(self, name: str, at: Position, done: set[str]) -> tuple[str, str]:
         """Why an op reads something else than it should."""
         if not name.startswith(OVER_STEP):
             return f"reads {name}, which is not there yet", f"Move it after {name}"
-        run, adding = last.get(name, (-1, None))
-        if adding is not None and (run, adding.at) > (at, step.at):
-            does = f"`{self.plan.orders[self.rank][run]}` has added its part of {name}"
+        last = self.last.get(name, at)
+        if last > at:
+            does = f"`{self.plan.orders[self.rank][last[0]]}` has added its part of {name}"
             return f"reads {name} before {does}", "Move it after that"
         before = [op.name for op in self.program if op.writes == name]
         late = next((one for one in before if one not in done), None)
@@ -207,36 +194,31 @@ class _History:
             return f"reads {name} before {late} has written it", f"Move it after {late}"
         return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
 
-    def _fault(self, at: int, op: Op, what: str, fix: str) -> Fault:
-        window = self.plan.windows[str(self.plan.orders[self.rank][at].ref)]
+    def _fault(self, at: Position, op: Op, what: str, fix: str) -> Fault:
+        window = self.plan.windows[str(self.plan.orders[self.rank][at[0]].ref)]
         return Fault(self.rank, f"window {window.name}, {op.name}", what, fix)
 
 
-def _adds(plan: Plan) -> dict[tuple[int, Phase, str], tuple[str, ...]]:
-    """(stage, phase, value) -> what it is added to."""
-    result: dict[tuple[int, Phase, str], tuple[str, ...]] = defaultdict(tuple)
-    result[plan.job.loss[0], Phase.F, plan.job.loss[1]] = (STEP_LOSS,)
+def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
+    """What lives over the step -> where the rank adds to it last."""
+    adds: dict[tuple[int, str | int], list[str]] = defaultdict(list)
+    adds[plan.job.loss].append(STEP_LOSS)
     for parameter in plan.job.parameters:
-        for key in parameter.grads:
-            result[key] += (GRAD + parameter.name,)
+        for stage, _, value in parameter.grads:
+            adds[stage, value].append(GRAD + parameter.name)
+    inside = {
+        window.name: {
+            name: at
+            for at, item in enumerate(window.items)
+            if item.kind is ItemKind.OP
+            for name in adds.get((window.parts[item.part][0], item.ref), ())
+        }
+        for window in plan.windows.values()
+    }
+    result: dict[str, Position] = {}
+    for at, run, _ in plan.runs(rank):
+        result.update({name: (at, item) for name, item in inside[str(run.ref)].items()})
     return result
-
-
-def _steps_of(
-    window: Window, adds: Mapping[tuple[int, Phase, str], tuple[str, ...]], ops: Mapping[str, Op]
-) -> Iterator[_Step]:
-    for at, item in enumerate(window.items):
-        stage, phase = window.parts[item.part]
-        if item.kind is not ItemKind.OP:
-            continue
-        name = str(item.ref)
-        if phase in ONCE_PHASES:
-            if name in ops:
-                yield _Step(at, item.part, name, op=ops[name])
-            continue
-        added = [to for sub in phase.programs for to in adds.get((stage, sub, name), ())]
-        if added:
-            yield _Step(at, item.part, name, tuple(added))
 
 
 def _own(plan: Plan, rank: int) -> Iterator[Fault]:
