@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
+from stretto.ir.flow import OVER_STEP
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.planning.lower import lower
+from stretto.schedule.sums import around_starts
 from tests.synthetic import ACTIVATION, WORK, chain
 
 WEIGHT = TensorSpec((512, 256), "float32")
@@ -158,13 +160,22 @@ def make_comm_plan(
     return plan_with(job, schedule, make_comm_costs(job, **costs))  # type: ignore[arg-type]
 
 
+def reduced(program: Sequence[Op]) -> dict[str, tuple[str, ...]]:
+    """Start of a program that runs once a step -> what it reduces: parameters, or "step/loss"."""
+    leads, _ = around_starts(program)
+    return {
+        start: tuple(n.removeprefix("grad/") for op in lead for n in op.uses if n.startswith(OVER_STEP))
+        for start, lead in leads.items()
+    }
+
+
 def shuffled(plan: Plan, seed: int) -> Plan:
     """The plan with the items of every window in another order that respects what reads what.
 
     Collectives of one axis start in another order as well; messages keep theirs, as peers post for it.
     """
     draw = random.Random(seed)
-    # Sums of one gradient are in one round after the other.
+    # Where nothing else runs, reductions of one gradient are in one round after the other.
     windows = {
         name: _shuffled(plan, window, draw) if window.actions else window
         for name, window in plan.windows.items()
@@ -187,6 +198,10 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
         for op in job.stages[stage].ops[sub]
     }
     needs: dict[int, set[int]] = defaultdict(set)
+    adds: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for parameter in job.parameters:
+        adds[f"grad/{parameter.name}"] |= {(stage, value) for stage, _, value in parameter.grads}
+    touched: dict[str, set[int]] = defaultdict(set)
     messages = [at for at, item in enumerate(window.items) if item.kind in (ItemKind.WAIT, ItemKind.SEND)]
     for before, after in pairwise(messages):
         needs[after].add(before)
@@ -194,9 +209,12 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
         reads: tuple[str, ...] = ()
         if item.kind is ItemKind.OP:
             reads = ops[item.part, str(item.ref)].uses
-            groups = ops[item.part, str(item.ref)].sums
-            adds = {(s, value) for p in job.parameters if p.tied_to in groups for s, _, value in p.grads}
-            needs[at] |= {n for (part, name), n in made.items() if (window.parts[part][0], name) in adds}
+            writes = ops[item.part, str(item.ref)].writes
+            for name in dict.fromkeys((*reads, *([writes] if writes else []))):
+                adding = adds.get(name, set())
+                needs[at] |= {n for (part, v), n in made.items() if (window.parts[part][0], v) in adding}
+                needs[at] |= touched[name] if name in adds else set()
+                touched[name].add(at)
         elif item.kind is ItemKind.SEND:
             reads = (job.edges[int(item.ref)].value,)
         mates = (item.part, *window.mates(item.part))

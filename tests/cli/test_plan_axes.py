@@ -36,7 +36,7 @@ def test_all_axes_on_a_cluster_by_name(tmp_path: Path) -> None:
     # Sequence parallelism: norms see slices, so their gradients are summed over tp, and then over dp.
     kinds = {op.target for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
     assert {"comm.all_gather", "comm.reduce_scatter"} <= kinds
-    assert {op.lane for op in plan.sums(0) if op.sums} == {"loss", "tp", "dp"}
+    assert {op.lane for op in plan.once(0) if op.kind} == {"loss", "tp", "dp"}
     assert {("tp", "all_gather"), ("dp", "all_reduce")} <= plan.costs.collectives.keys()
 
 

@@ -45,11 +45,11 @@ def odd_plan() -> Plan:
     plan = make_plan(make_schedule("zb-h1", 2, 3), latency_us=3.5)
     stage = plan.job.stages[0]
     start = Op(
-        *("tp.0.0", "comm.all_reduce", ((Ref("grad/w0"),), "sum", "tp", 2), ()),
+        *("tp.0.0", "comm.all_reduce", (Ref("grad/w0"), "sum", "tp", 2), ()),
         (TensorSpec((4,), "float32"),),
         "grad/w0",
     )
-    wait = Op("tp.0.0.sum", "comm.wait", (Ref("tp.0.0"),), (), start.outputs, "tp.0.0")
+    wait = Op("tp.0.0.sum", "comm.wait", (Ref("tp.0.0"),), (), start.outputs, "grad/w0", writes="grad/w0")
     sums = start, wait, *stage.ops[Phase.REDUCE_GRAD]
     ops = {**stage.ops, Phase.F: (*stage.ops[Phase.F], ODD_OP), Phase.REDUCE_GRAD: sums}
     job = replace(

@@ -327,7 +327,7 @@ def test_a_sum_moves_what_is_counted() -> None:
         runner.step(batch_of())
         return {name: nbytes for name, nbytes, _ in runner.state.marks.starts}
 
-    counted = {op.label: op.collective.nbytes for op in plan.sums(0) if op.sums and op.collective}
+    counted = {op.label: op.collective.nbytes for op in plan.once(0) if op.collective}
     assert counted
     for moved in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
         assert {name: moved[name] for name in counted} == counted

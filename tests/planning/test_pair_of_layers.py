@@ -107,13 +107,18 @@ def test_nothing_is_exposed_between_the_ends(
     layers: int, post: bool, hops: int, serial: float, compute: float
 ) -> None:
     case = layers_job(layers, post, hops)
-    off, window = (simulate(planned(case, mode)) for mode in ("off", "window"))
+    plans = [planned(case, mode) for mode in ("off", "window")]
+    off, window = map(simulate, plans)
     pairs = layers * MICROBATCHES
-    assert off.step_us == pytest.approx(serial * pairs)
+    # Gradients of several layers are copied into a bucket, which takes what an op like it takes.
+    copied_us = sum(plans[0].costs.op_us.get((0, op.name), 0.0) for op in plans[0].once(0))
+    assert (copied_us > 0.0) == (layers > 1)
+    assert off.step_us == pytest.approx(serial * pairs + copied_us)
     begin_us, end_us = steady_us(window)
     assert end_us - begin_us >= 0.6 * window.step_us
     assert not stalls(window)
-    assert compute * pairs <= window.step_us <= compute * pairs + layers * (serial - compute)
+    most_us = compute * pairs + layers * (serial - compute) + copied_us
+    assert compute * pairs <= window.step_us <= most_us
 
 
 def test_the_order_by_hand_is_no_faster() -> None:

@@ -69,7 +69,7 @@ def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
     for bytes_per_us in (1000.0, 1.0, 0.1):
         costs = made_up_costs(job, bytes_per_us=bytes_per_us)
         plan = make_plan(job, costs, schedule="eager-1f1b")
-        late = lower(job, plan.schedule, costs)
+        late = lower(job, plan.schedule, plan.costs)
         assert late.orders != plan.orders
         assert stretto.simulate(plan).step_us <= stretto.simulate(late).step_us * 1.0001
 

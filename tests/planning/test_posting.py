@@ -54,7 +54,7 @@ def test_latest_posts_are_of_a_walk_without_standing() -> None:
 def starts(plan: Plan, rank: int) -> list[str]:
     """What joins places, in the order in which the rank starts it."""
     joined = {found.name for found in plan.communicators if found.joins_pp_ranks}
-    events = [e.op for e in trace_of(plan, rank) if e.kind is EventKind.REDUCE and e.op is not None]
+    events = [e.op for e in trace_of(plan, rank) if e.kind is EventKind.START and e.op is not None]
     return [op.lane for op in events if op.lane in joined]
 
 

@@ -16,7 +16,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
 from stretto.verifying import verify
 from tests.clusters import cores
-from tests.synthetic_comm import make_comm_costs
+from tests.synthetic_comm import make_comm_costs, reduced
 from tests.verifying.comm_plans import comm_job
 
 
@@ -77,15 +77,17 @@ def windows_with_sums(plan: Plan) -> list[Window]:
 def test_small_gradients_share_a_sum_in_the_order_in_which_they_are_ready(job: Job) -> None:
     plan = stretto.plan(job, cluster(102.0))
     bytes_of = {p.tied_to: p.grad_nbytes for p in plan.job.parameters}
-    sums = [op for op in plan.sums(0) if op.lane == "dp"]
-    shared = [op.name for op in sums if len(op.sums) > 1]
+    groups = reduced(plan.once(0))
+    sums = [op for op in plan.once(0) if op.lane == "dp"]
+    shared = [op.name for op in sums if len(groups[op.name]) > 1]
     assert len(shared) > 2
     for op in sums:
         assert op.collective is not None
-        assert len(op.sums) == 1 or all(bytes_of[name] < LARGE_BYTES for name in op.sums)
-        assert len(op.sums) == 1 or op.collective.nbytes < 2 * LARGE_BYTES
+        alone = len(groups[op.name]) == 1
+        assert alone or all(bytes_of[name] < LARGE_BYTES for name in groups[op.name])
+        assert alone or op.collective.nbytes < 2 * LARGE_BYTES
     [window] = windows_with_sums(plan)
-    started = [str(item.ref) for item in window.items if item.part]
+    started = [str(item.ref) for item in window.items if item.part and item.ref in groups]
     assert sorted(started) == sorted(op.name for op in sums)
     assert [name for name in started if name in shared] == shared
 

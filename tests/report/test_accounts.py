@@ -35,7 +35,7 @@ def comm_plan(order: Schedule | None = None) -> Plan:
     [
         ("pp 0>1 e3:0", ("pp", "message")),
         ("pp loss", ("pp", "loss")),
-        ("pp tied w.0", ("pp", "tied gradients")),
+        ("pp tied.w.0", ("pp", "tied gradients")),
         ("tp all_reduce mm_3", ("tp", "all_reduce")),
         ("tp reduce_scatter mm_3", ("tp", "reduce_scatter")),
         ("dp 1.0", ("dp", "gradients")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.synthetic_comm import reduced
 from tests.verifying.comm_plans import comm_job
 
 from stretto.ir.action import Phase
@@ -21,7 +22,8 @@ def program(job: Job, place: int = 0) -> tuple[Op, ...]:
 
 
 def starts(job: Job) -> list[tuple[str, tuple[str, ...]]]:
-    return [(op.lane, op.sums) for op in program(job) if op.target != WAIT]
+    groups = reduced(program(job))
+    return [(op.lane, groups[op.name]) for op in program(job) if op.name in groups]
 
 
 def test_a_gradient_is_summed_over_parts_then_ties_then_copies() -> None:
@@ -37,9 +39,10 @@ def test_every_start_is_waited_for_before_the_next_sum_of_its_gradients() -> Non
     for op in ops:
         if op.target == WAIT:
             del under_way[op.uses[0]]
-        else:
-            assert not {*op.sums} & {name for groups in under_way.values() for name in groups}
-            under_way[op.name] = op.sums
+        elif op.kind is not None:
+            groups = reduced(ops)[op.name]
+            assert not {*groups} & {name for others in under_way.values() for name in others}
+            under_way[op.name] = groups
     assert not under_way
 
 
@@ -49,9 +52,10 @@ def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) 
     [together] = [groups for lane, groups in starts(job) if lane == "dp"]
     assert len(together) == len(job.parameters)
     mixed = tuple(replace(p, own_dtype="float64") if p.name.startswith("n") else p for p in job.parameters)
-    apart = [op for op in program(replace(job, parameters=mixed)) if op.lane == "dp"]
+    apart = [op for op in program(replace(job, parameters=mixed)) if op.lane == "dp" and op.kind]
     assert [op.outputs[0].dtype for op in apart if op.outputs[0]] == ["float32", "float64"]
-    assert sorted(name for op in apart for name in op.sums) == sorted(together)
+    groups = reduced(program(replace(job, parameters=mixed)))
+    assert sorted(name for op in apart for name in groups.get(op.name, ())) == sorted(together)
 
 
 def test_it_is_made_anew_for_another_placement() -> None:

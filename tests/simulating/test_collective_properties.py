@@ -55,15 +55,14 @@ def test_lanes_carry_one_thing_at_a_time_and_every_collective_runs_once(plan: Pl
             for one, following in pairwise(spans):
                 assert following.start_us >= one.end_us - 1e-6
             calls = [
-                op
+                op.name
                 for stage in plan.schedule.stages_of(rank)
-                for ops in plan.job.stages[stage].ops.values()
-                for op in ops
-                if op.collective is not None and op.lane == axis
+                for op in plan.job.stages[stage].all_ops
+                if op.kind is not None and op.lane == axis
             ]
-            sums = sum(bool(op.sums) for op in calls)
-            assert sums
-            assert len(spans) == (len(calls) - sums) * plan.job.microbatches + sums
+            once = sum(op.name in calls for op in plan.once(rank))
+            assert once
+            assert len(spans) == (len(calls) - once) * plan.job.microbatches + once
 
 
 @settings(max_examples=20, deadline=None)

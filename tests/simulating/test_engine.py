@@ -212,7 +212,7 @@ def test_tied_gradients_are_summed_over_the_slowest_link() -> None:
     (span,) = [s for s in timeline.spans if s.lane == "tied w0" and s.rank == 0]
     # 2 (n - 1) / n of 1 MiB at 1 MiB in 50 us, and 3 us.
     assert span.duration_us == pytest.approx(53)
-    assert lane(timeline, 0)[-1][:2] == ("exposed", "pp tied w0")
+    assert lane(timeline, 0)[-1][:2] == ("exposed", "pp tied.w0")
     assert timeline.step_us == pytest.approx(span.end_us)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Communicator, Instruction, Item, Plan
-from stretto.ir.program import WAIT, Op, Ref, Stage, TensorSpec
-from stretto.ir.transfers import reduced_bytes
+from stretto.ir.program import Op, Ref, Stage
 
 Edit = Callable[[Plan], Plan]
 
@@ -89,42 +87,40 @@ def communicators(*wanted: Communicator) -> Edit:
     return lambda plan: replace(plan, communicators=wanted)
 
 
-def summing(plan: Plan, start: Op, groups: Sequence[str], lane: str = "") -> Op:
-    """The op with other gradients, or on another communicator; in all else as it has to be."""
-    lane = lane or start.lane
-    kept = [p for group in groups for p in plan.job.parameters if p.name == group]
-    found = next(found for found in plan.communicators if found.name == lane)
-    size = math.prod([len(found.ranks), *(plan.mesh.size(axis) for axis in found.axes[1:])])
-    nbytes = sum(reduced_bytes(plan.job, parameter, lane) for parameter in kept)
-    alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
-    return replace(
-        start,
-        args=(tuple(Ref(f"grad/{group}") for group in groups), "sum", lane, size),
-        outputs=(TensorSpec((nbytes // 4,), "float32"),),
-        alias=f"grad/{groups[0]}" if alone else None,
-    )
-
-
-def with_sum(plan: Plan, new: Op) -> Plan:
-    """The plan whose start of a sum, and the wait for it, are others; both keep their names."""
-    stages = []
-    for stage in plan.job.stages:
-        ops = []
-        for op in stage.ops.get(Phase.REDUCE_GRAD, ()):
-            waits = op.target == WAIT and op.uses == (new.name,)
-            ops.append(replace(op, outputs=new.outputs) if waits else new if op.name == new.name else op)
-        stages.append(Stage(stage.index, {**stage.ops, Phase.REDUCE_GRAD: tuple(ops)}))
-    return replace(plan, job=replace(plan.job, stages=tuple(stages)))
-
-
-def sums(name: str, *groups: str, lane: str = "") -> Edit:
-    """Let a sum be of other gradients, or on another communicator."""
+def once(stage: int, change: Callable[[tuple[Op, ...]], Sequence[Op]]) -> Edit:
+    """Change the program of what a stage's rank does once a step."""
 
     def edit(plan: Plan) -> Plan:
-        [start] = {op for rank in range(plan.ranks) for op in plan.sums(rank) if op.name == name}
-        return with_sum(plan, summing(plan, start, groups or start.sums, lane))
+        stages = list(plan.job.stages)
+        before = stages[stage].ops[Phase.REDUCE_GRAD]
+        after = tuple(change(before))
+        assert after != before
+        stages[stage] = Stage(stage, {**stages[stage].ops, Phase.REDUCE_GRAD: after})
+        return replace(plan, job=replace(plan.job, stages=tuple(stages)))
 
     return edit
+
+
+def reading(start: Op, value: str, lane: str = "", size: int = 0) -> Op:
+    """A sum in place of another value, or on another communicator."""
+    args = Ref(value), "sum", lane or start.lane, size or start.args[-1]
+    return replace(start, args=args, alias=value)
+
+
+def sums(stage: int, name: str, value: str = "", lane: str = "", size: int = 0) -> Edit:
+    """Let a sum that is in place be of another gradient, or on another communicator; its wait follows."""
+
+    def change(ops: tuple[Op, ...]) -> list[Op]:
+        found = []
+        for op in ops:
+            if op.name == name:
+                op = reading(op, value or op.uses[0], lane, size)
+            elif op.uses == (name,) and value:
+                op = replace(op, alias=value, writes=value)
+            found.append(op)
+        return found
+
+    return once(stage, change)
 
 
 def communicator(name: str, **changes: Any) -> Edit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.ir.plan import Plan
 
@@ -16,7 +17,7 @@ class WrongPlanError(Exception):
 Message = tuple[int, int]
 """(edge, microbatch)."""
 
-Part = tuple[object, int]
+Part = tuple[object, Any]
 """What a member has started, and what it gives."""
 
 Gathering = tuple[object, int]
@@ -24,11 +25,43 @@ Gathering = tuple[object, int]
 
 
 @dataclass
+class Memory:
+    """Numbers side by side, each for so many elements. filling: the collective that works in it, or ""."""
+
+    numbers: list[int]
+    elements: list[int]
+    filling: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some of a memory's numbers."""
+
+    memory: Memory
+    at: tuple[int, ...]
+
+    def read(self) -> list[int]:
+        if self.memory.filling:
+            raise WrongPlanError(f"is read or written while {self.memory.filling} works in it")
+        return [self.memory.numbers[k] for k in self.at]
+
+    @property
+    def elements(self) -> list[int]:
+        return [self.memory.elements[k] for k in self.at]
+
+
+def placed(numbers: list[int], elements: list[int]) -> Place:
+    """In memory of their own."""
+    return Place(Memory(numbers, elements), tuple(range(len(numbers))))
+
+
+@dataclass
 class Pending:
-    """The buffer of a collective that is under way."""
+    """The buffer of a collective that is under way. place: of one of the step, where its result will be."""
 
     collective: Gathering
     kind: str
+    place: Place | None = None
 
 
 @dataclass
@@ -46,11 +79,10 @@ class Rank:
     kept: dict[Message, int] = field(default_factory=dict)
     """Values for another stage of the same rank."""
     under_way: set[Gathering] = field(default_factory=set)
-    grads: dict[str, int] = field(default_factory=dict)
-    busy: dict[str, str] = field(default_factory=dict)
-    sums: dict[str, Gathering] = field(default_factory=dict)
-    loss: int = 0
-    heard: int | None = None
+    step: dict[str, Place] = field(default_factory=dict)
+    """What lives over the step: `grad/` of parameters, and `step/loss`."""
+    once: dict[str, Place | Pending] = field(default_factory=dict)
+    """What programs that run once a step have made."""
     queue: list[Gathering] = field(default_factory=list)
 
 
@@ -141,7 +173,7 @@ class Machine:
 
     # --- collectives --------------------------------------------------------------------------------
 
-    def start(self, rank: Rank, communicator: str, what: object, value: int) -> Gathering:
+    def start(self, rank: Rank, communicator: str, what: object, value: Any) -> Gathering:
         for found in self.plan.communicators:
             if found.name == communicator:
                 group = self.mesh.group(rank.rank, found.axes, found.ranks)

@@ -8,15 +8,17 @@ it does not look (shapes, axes, tables of communicators), the mutation is sure: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
-from stretto.ir.program import STARTS, WAIT, Op, Ref, Shard, Stage, TensorSpec
-from tests.verifying.edits import summing, with_sum
+from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, Ref, Shard, Stage
+from stretto.schedule.sums import CAT, SPLIT, around_starts
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,23 @@ def instructions(*kinds: InstructionKind) -> Positions:
     ]
 
 
-def sums(plan: Plan) -> list[tuple[Holder, int]]:
-    """Starts of sums and waits for them; those besides actions, where there are any."""
-    found = [
-        (name, at)
-        for name, window in plan.windows.items()
-        for at, item in enumerate(window.items)
-        if item.part not in window.actions
-    ]
-    return [place for place in found if plan.windows[place[0]].actions] or [*found]
+def once_items(*targets: str) -> Positions:
+    """Ops that run once a step, of these targets; those besides actions, where there are any."""
+
+    def places(plan: Plan) -> list[tuple[Holder, int]]:
+        found = [
+            (name, at)
+            for name, window in plan.windows.items()
+            for at, item in enumerate(window.items)
+            if item.part not in window.actions and (not targets or op_at(plan, name, item).target in targets)
+        ]
+        return [place for place in found if plan.windows[str(place[0])].actions] or [*found]
+
+    return places
 
 
-def sums_alone(plan: Plan) -> list[tuple[Holder, int]]:
-    """Runs of windows of sums alone."""
+def once_runs(plan: Plan) -> list[tuple[Holder, int]]:
+    """Runs of windows of nothing else."""
     return [
         (rank, at)
         for rank, order in enumerate(plan.orders)
@@ -318,24 +324,126 @@ def communicator_changed(plan: Plan, chance: Random) -> Broken | None:
     )
 
 
-def sum_changed(plan: Plan, chance: Random) -> Broken | None:
-    """A sum is on another communicator, of another size, or with a gradient less or more."""
-    found = [op for rank in range(plan.ranks) for op in plan.sums(rank) if op.sums and op.lane != "loss"]
+def once_changed(*changes: Callable[[Op, Plan, Random], Op | None]) -> Mutation:
+    """Another op in the place of one that runs once a step; of those that one of the changes fits."""
+
+    def mutation(plan: Plan, chance: Random) -> Broken | None:
+        found = [
+            (stage, op, new)
+            for stage in plan.job.stages
+            for op in stage.ops.get(Phase.REDUCE_GRAD, ())
+            for change in changes
+            if (new := change(op, plan, chance)) is not None and new != op
+        ]
+        if not found:
+            return None
+        stage, op, new = chance.choice(found)
+        program = tuple(new if one is op else one for one in stage.ops[Phase.REDUCE_GRAD])
+        stages = list(plan.job.stages)
+        stages[stage.index] = Stage(stage.index, {**stage.ops, Phase.REDUCE_GRAD: program})
+        path = f"job.stages[{stage.index}].ops.{Phase.REDUCE_GRAD}[{program.index(new)}]"
+        names = (op.name, path, *(name for name in (*op.uses, *new.uses, op.writes, new.writes) if name))
+        leads, tails = around_starts(stage.ops[Phase.REDUCE_GRAD])
+        for start, lead in leads.items():
+            if op in (*lead, *tails[start]):
+                names += tuple(name for one in lead for name in one.uses)
+        return Broken(replace(plan, job=replace(plan.job, stages=tuple(stages))), names)
+
+    return mutation
+
+
+def another_gradient(plan: Plan, chance: Random, name: str) -> str:
+    """The name of one of a like parameter, so that shapes fit; of any, where there is none."""
+    known = {f"grad/{p.name}": p.spec for p in plan.job.parameters}
+    others = [other for other in known if other != name]
+    return chance.choice([o for o in others if known[o] == known[name]] or others or [name])
+
+
+def reads_another(op: Op, plan: Plan, chance: Random) -> Op | None:
+    found = [name for name in op.uses if name.startswith("grad/")]
     if not found:
         return None
-    op = chance.choice(found)
-    [spec] = op.outputs
-    assert spec is not None
-    changed = [
-        replace(op, outputs=(TensorSpec((spec.shape[0] + 1,), spec.dtype),)),
-        replace(op, args=(*op.args[:-1], op.args[-1] + 1)),
-        *(summing(plan, op, op.sums, c.name) for c in plan.communicators if c.name != op.lane),
-        *(summing(plan, op, [n for n in op.sums if n != gone]) for gone in op.sums if len(op.sums) > 1),
-        *(summing(plan, op, (*op.sums, p.tied_to)) for p in plan.job.parameters if p.tied_to not in op.sums),
-    ]
-    new = chance.choice(changed)
-    groups = {*op.sums, *new.sums}
-    return Broken(with_sum(plan, new), (op.name, *(f"gradient of {group}" for group in groups)), True)
+    old = chance.choice(found)
+    new = another_gradient(plan, chance, old)
+
+    def changed(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(changed, arg))
+        return Ref(new) if arg == Ref(old) else arg
+
+    return replace(op, args=changed(op.args), alias=new if op.alias == old else op.alias)
+
+
+def writes_another(op: Op, plan: Plan, chance: Random) -> Op | None:
+    if op.writes is None or not op.writes.startswith("grad/"):
+        return None
+    return replace(op, writes=chance.choice([another_gradient(plan, chance, op.writes), None]))
+
+
+def other_lane(op: Op, plan: Plan, chance: Random) -> Op | None:
+    """A communicator of another axis, of as many ranks where there is one."""
+    if op.kind is None or op.lane == "loss":
+        return None
+    sizes = {c.name: math.prod([len(c.ranks), *map(plan.mesh.size, c.axes[1:])]) for c in plan.communicators}
+    others = [name for name in sizes if name != op.lane]
+    alike = [name for name in others if sizes[name] == op.args[-1]]
+    name = chance.choice(alike or others or ["none"])
+    return replace(op, args=(*op.args[:-2], name, sizes.get(name, op.args[-1])))
+
+
+def other_size(op: Op, plan: Plan, chance: Random) -> Op | None:
+    return None if op.kind is None else replace(op, args=(*op.args[:-1], op.args[-1] + 1))
+
+
+def no_sum(op: Op, plan: Plan, chance: Random) -> Op | None:
+    return None if op.kind is None else replace(op, args=(op.args[0], "max", *op.args[2:]))
+
+
+def other_sizes(op: Op, plan: Plan, chance: Random) -> Op | None:
+    """A bucket that is cut elsewhere."""
+    if op.target != SPLIT or len(op.args[1]) < 2:
+        return None
+    first, second, *rest = op.args[1]
+    sizes = (first + 1, second - 1, *rest)
+    outputs = [replace(spec, shape=(1, size)) for spec, size in zip(op.outputs, sizes, strict=True) if spec]
+    return replace(op, args=(op.args[0], sizes, 1), outputs=tuple(outputs))
+
+
+def other_part(op: Op, plan: Plan, chance: Random) -> Op | None:
+    """Another part of a bucket, or one less in it."""
+    if op.target == GETITEM:
+        return replace(op, args=(op.args[0], op.args[1] + chance.choice([-1, 1])))
+    return replace(op, args=(op.args[0][1:], *op.args[1:])) if op.target == CAT else None
+
+
+def another_window(plan: Plan, chance: Random) -> Broken | None:
+    """An op that runs once a step moves to another window of its rank."""
+    found = []
+    for rank in range(plan.ranks):
+        names = list(dict.fromkeys(str(i.ref) for i in plan.orders[rank] if i.kind is InstructionKind.RUN))
+        owners = [name for name in names if len(plan.windows[name].actions) < len(plan.windows[name].parts)]
+        found += [
+            (name, at, other)
+            for name in owners
+            for at, item in enumerate(plan.windows[name].items)
+            if item.part not in plan.windows[name].actions
+            for other in owners
+            if other != name
+        ]
+    if not found:
+        return None
+    name, at, other = chance.choice(found)
+    source, target = plan.windows[name], plan.windows[other]
+    moved = source.items[at]
+    part = next(k for k in range(len(target.parts)) if k not in target.actions)
+    items = list(target.items)
+    items.insert(chance.randint(0, len(items)), replace(moved, part=part))
+    windows = {
+        **plan.windows,
+        name: replace(source, items=(*source.items[:at], *source.items[at + 1 :])),
+        other: replace(target, items=tuple(items)),
+    }
+    return Broken(replace(plan, windows=windows), (str(moved.ref), f"window {name}", f"window {other}"))
 
 
 def job_changed(plan: Plan, chance: Random) -> Broken | None:
@@ -373,26 +481,30 @@ MUTATIONS: dict[str, Mutation] = {
     "run dropped": dropped(RUNS),
     "wait dropped": dropped(items(ItemKind.OP, targets=(WAIT,))),
     "op dropped": dropped(OPS),
-    "sum dropped": dropped(sums),
-    "run of sums dropped": dropped(sums_alone),
+    "op once a step dropped": dropped(once_items()),
+    "start or wait once a step dropped": dropped(once_items(*STARTS, WAIT)),
+    "run once a step dropped": dropped(once_runs),
     "receive or departure doubled": doubled(instructions(InstructionKind.RECV, InstructionKind.SENT)),
     "run doubled": doubled(RUNS),
     "start doubled": doubled(items(ItemKind.OP, targets=STARTS)),
     "item doubled": doubled(ALL_ITEMS),
-    "sum doubled": doubled(sums),
-    "run of sums doubled": doubled(sums_alone),
+    "op once a step doubled": doubled(once_items()),
+    "run once a step doubled": doubled(once_runs),
     "freed before it is sent": earlier(DEPARTURES),
     "item before what it needs": earlier(ALL_ITEMS),
     "wait before its start": earlier(items(ItemKind.OP, targets=(WAIT,))),
-    "sum before its last partial_sum": earlier(sums),
-    "run of sums before its last partial_sum": earlier(sums_alone),
+    "op before the last addition": earlier(once_items()),
+    "run before the last addition": earlier(once_runs),
+    "wait for a sum before its start": earlier(once_items(WAIT)),
+    "freed before the last read": earlier(once_items(FREE)),
+    "op once a step in another window": another_window,
     "wait for a message after its read": later(items(ItemKind.WAIT)),
     "receive after its run": later(RECEIVES),
     "receives exchanged": behind(RECEIVES, lane),
     "sends exchanged": behind(items(ItemKind.SEND), lane),
     "runs exchanged": behind(RUNS, lambda plan, run: None),
-    "sums exchanged": behind(sums, lambda plan, item: None),
-    "runs of sums exchanged": behind(sums_alone, lambda plan, run: None),
+    "ops once a step exchanged": behind(once_items(), lambda plan, item: None),
+    "runs once a step exchanged": behind(once_runs, lambda plan, run: None),
     "other microbatch": replaced(RUNS, other_microbatch),
     "other window": replaced(RUNS, other_window),
     "other edge": replaced(instructions(InstructionKind.RECV, InstructionKind.SENT), other_edge),
@@ -410,7 +522,11 @@ MUTATIONS: dict[str, Mutation] = {
     "receive on another rank": receive_on_another_rank,
     "ranks exchanged": swap_ranks,
     "communicator changed": communicator_changed,
-    "sum changed": sum_changed,
+    "another gradient read": once_changed(reads_another),
+    "another gradient written": once_changed(writes_another),
+    "sum over another axis": once_changed(other_lane),
+    "no sum, or of other ranks": once_changed(other_size, no_sum),
+    "bucket of other sizes": once_changed(other_sizes, other_part),
     "job changed": job_changed,
 }
 """Every way; the test takes each on every plan."""

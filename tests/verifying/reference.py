@@ -9,7 +9,9 @@ way, and losses and gradients are those of its job (`tests.verifying.meaning`). 
     * of the collectives that join pipeline ranks, a rank carries on one at a time, in the order in
       which it started them, as on a device that has one;
     * a value is there after the op, the wait or the send that makes it, and nothing else may touch a
-      collective's buffer or a gradient while it is being summed.
+      collective's buffer while it is being filled;
+    * what lives over the step has memory: actions add to it, programs that run once a step read it, and put
+      what they name it in its place; a collective that works in place makes the memory its buffer.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from collections.abc import Iterator
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
-from stretto.ir.program import STARTS, STEP_LOSS, WAIT, Op
-from tests.verifying.machine import Machine, Pending, Rank, WrongPlanError
+from stretto.ir.program import FREE, GETITEM, STARTS, STEP_LOSS, VIEW, WAIT, Op
+from tests.verifying.machine import Machine, Pending, Place, Rank, WrongPlanError, placed
 from tests.verifying.meaning import PRIME, Results, combined, computed, external
 
 
@@ -41,7 +43,8 @@ class _World(Machine):
         self.adds: dict[tuple[int, str], list[str]] = defaultdict(list)
         for parameter in self.job.parameters:
             for stage, _, value in parameter.grads:
-                self.adds[stage, value].append(parameter.tied_to)
+                self.adds[stage, value].append(f"grad/{parameter.name}")
+        self.elements = {f"grad/{p.name}": p.spec.numel for p in self.job.parameters} | {STEP_LOSS: 1}
 
     def run(self) -> Results:
         walks = {rank.rank: self.walk(rank) for rank in self.ranks}
@@ -56,11 +59,12 @@ class _World(Machine):
         found: Results = {}
         for rank in self.ranks:
             self.at_rest(rank)
-            found["loss", rank.rank, ""] = (rank.loss if rank.heard is None else rank.heard) % PRIME
+            found["loss", rank.rank, ""] = self.over_step(rank, STEP_LOSS).read()[0] % PRIME
             for parameter in self.job.parameters:
                 has = any(self.plan.rank_of(s) == rank.at["pp"] for s in parameter.stages)
                 if has and any(p.tied_to == parameter.tied_to and p.grads for p in self.job.parameters):
-                    value = rank.grads.get(parameter.tied_to, 0)
+                    tie = [f"grad/{p.name}" for p in self.job.parameters if p.tied_to == parameter.tied_to]
+                    value = sum(self.over_step(rank, name).read()[0] for name in tie)
                     found["grad", rank.rank, parameter.tied_to] = value % PRIME
         return found
 
@@ -70,7 +74,7 @@ class _World(Machine):
             raise WrongPlanError(f"rank {rank.rank} does not wait for all that it sends")
         if rank.posted.keys() != rank.taken:
             raise WrongPlanError(f"rank {rank.rank} receives what it never uses")
-        if rank.under_way or rank.busy:
+        if rank.under_way:
             raise WrongPlanError(f"rank {rank.rank} ends while a collective is under way")
 
     def walk(self, rank: Rank) -> Iterator[str]:
@@ -93,8 +97,8 @@ class _World(Machine):
         microbatch = run.microbatches[item.part]
         if phase is Phase.REDUCE_GRAD:
             if microbatch != -1:
-                raise WrongPlanError("sums are of the step, and of no microbatch")
-            yield from self.sum(rank, stage, item)
+                raise WrongPlanError("what runs once a step is of no microbatch")
+            yield from self.once(rank, stage, item)
             return
         if self.plan.rank_of(stage) != rank.at["pp"] or not 0 <= microbatch < self.job.microbatches:
             raise WrongPlanError(f"rank {rank.rank} has no stage {stage} or microbatch {microbatch}")
@@ -131,14 +135,9 @@ class _World(Machine):
             result = computed(op, reads, rank.at, microbatch)
         rank.values[key] = result
         for gradient in self.adds.get((stage, name), ()) if group == "B" else ():
-            if gradient in rank.busy or isinstance(result, Pending):
-                raise WrongPlanError(f"{name} adds to {gradient} while it is summed")
-            rank.grads[gradient] = rank.grads.get(gradient, 0) + result
+            self.add(rank, gradient, result)
         if (stage, name) == self.job.loss and group == "F":
-            assert isinstance(result, int)
-            if STEP_LOSS in rank.busy or rank.heard is not None:
-                raise WrongPlanError("the loss is summed before all of it is there")
-            rank.loss += result
+            self.add(rank, STEP_LOSS, result)
 
     def find(self, rank: Rank, stage: int, microbatch: int, group: str, name: str) -> int | Pending:
         for made in ("B", "F") if group == "B" else ("F",):
@@ -158,34 +157,90 @@ class _World(Machine):
             raise WrongPlanError(f"{name} is read while it is being filled")
         return found
 
-    # --- what is summed once a step -----------------------------------------------------------------
+    # --- what runs once a step ----------------------------------------------------------------------
 
-    def sum(self, rank: Rank, stage: int, item: Item) -> Iterator[str]:
+    def over_step(self, rank: Rank, name: str) -> Place:
+        if name not in rank.step:
+            rank.step[name] = placed([0], [self.elements[name]])
+        return rank.step[name]
+
+    def add(self, rank: Rank, name: str, value: int | Pending) -> None:
+        if isinstance(value, Pending):
+            raise WrongPlanError(f"what is being filled is added to {name}")
+        place = self.over_step(rank, name)
+        [before] = place.read()
+        place.memory.numbers[place.at[0]] = before + value
+
+    def place(self, rank: Rank, name: str) -> Place:
+        """Where a value is."""
+        if name in self.elements:
+            return self.over_step(rank, name)
+        found = rank.once.get(name)
+        if not isinstance(found, Place):
+            raise WrongPlanError(f"rank {rank.rank} does not have {name}, or it is being filled")
+        return found
+
+    def once(self, rank: Rank, stage: int, item: Item) -> Iterator[str]:
         ops = {op.name: op for op in self.job.stages[stage].ops.get(Phase.REDUCE_GRAD, ())}
         op = ops.get(str(item.ref))
         if op is None or item.kind is not ItemKind.OP or self.plan.rank_of(stage) != rank.at["pp"]:
-            raise WrongPlanError(f"stage {stage} has no sum {item.ref} on rank {rank.rank}")
-        start = ops[op.args[0].name] if op.target == WAIT else op
-        names = [ref.name.removeprefix("grad/") for ref in start.args[0]]
+            raise WrongPlanError(f"stage {stage} runs no {item.ref} on rank {rank.rank} once a step")
+        if op.name in rank.once:
+            raise WrongPlanError(f"{op.name} runs twice")
         if op.target == WAIT:
-            if op.args[0].name not in rank.sums:
-                raise WrongPlanError(f"{start.name} is not being summed")
-            parts = yield from self.finish(rank, rank.sums[start.name])
-            for name, values in zip(names, zip(*parts, strict=True), strict=True):  # type: ignore[call-overload]
-                rank.busy.pop(name, None)
-                if name == STEP_LOSS:
-                    rank.heard = sum(values)
-                else:
-                    rank.grads[name] = sum(values)
-            return
-        if start.name in rank.sums:
-            raise WrongPlanError(f"{start.name} is summed twice")
-        for name in names:
-            if name in rank.busy:
-                raise WrongPlanError(f"{name} is in two sums at once")
-            rank.busy[name] = start.name
-        given = tuple(rank.loss if name == STEP_LOSS else rank.grads.get(name, 0) for name in names)
-        what = start.name, *names
-        rank.sums[start.name] = self.start(rank, start.lane, what, given)  # type: ignore[arg-type]
-        if len(self.members(rank.sums[start.name])) != start.args[-1]:
-            raise WrongPlanError(f"{start.name} is for {start.args[-1]} ranks")
+            result: Place | Pending = yield from self.summed(rank, op)
+        elif op.target == "comm.all_reduce":
+            result = self.sum(rank, op)
+        else:
+            result = self.made(op, [self.place(rank, name) for name in op.uses])
+        rank.once[op.name] = result
+        if op.target == FREE:
+            rank.step.pop(str(op.writes), None)
+        elif op.writes is not None:
+            assert isinstance(result, Place)
+            if op.writes in rank.step:
+                rank.step[op.writes].read()
+            if result.elements != [self.elements[op.writes]]:
+                raise WrongPlanError(f"{op.name} is not of the size of {op.writes}")
+            rank.step[op.writes] = result
+
+    def sum(self, rank: Rank, op: Op) -> Pending:
+        source = self.place(rank, op.uses[0])
+        given, elements = source.read(), source.elements
+        place = source if op.alias is not None else placed(given, elements)
+        collective = self.start(rank, op.lane, (op.name, op.args[1], tuple(elements)), given)
+        if len(self.members(collective)) != op.args[-1] or op.args[1] != "sum":
+            raise WrongPlanError(f"{op.name} is for {op.args[-1]} ranks, or no sum")
+        place.memory.filling = op.name
+        return Pending(collective, "all_reduce", place)
+
+    def summed(self, rank: Rank, op: Op) -> Iterator[str]:
+        """The place of a sum, when it is there."""
+        pending = rank.once.get(op.uses[0])
+        if not isinstance(pending, Pending) or pending.place is None:
+            raise WrongPlanError(f"{op.uses[0]} is not being summed")
+        parts = yield from self.finish(rank, pending.collective)
+        pending.place.memory.filling = ""
+        for k, numbers in zip(pending.place.at, zip(*parts, strict=True), strict=True):  # type: ignore[call-overload]
+            pending.place.memory.numbers[k] = sum(numbers)
+        return pending.place  # type: ignore[return-value]
+
+    def made(self, op: Op, given: list[Place]) -> Place:
+        """By an op of PyTorch, of what is at these places."""
+        numbers = [place.read() for place in given]
+        if op.target == "aten._chunk_cat.default":
+            elements = [each for place in given for each in place.elements]
+            return placed([number for one in numbers for number in one], elements)
+        if op.target == "aten.split_with_sizes.default":
+            if list(op.args[1]) != given[0].elements:
+                raise WrongPlanError(f"{op.name} cuts elsewhere than between gradients")
+            return given[0]
+        if op.target == GETITEM:
+            return Place(given[0].memory, (given[0].at[op.args[1]],))
+        if op.target == VIEW:
+            return given[0]
+        if op.target == "aten.add.Tensor":
+            return placed([sum(one) for one in zip(*numbers, strict=True)], given[0].elements)
+        if op.target == FREE:
+            return placed([], [])
+        raise WrongPlanError(f"{op.name}: {op.target} is no part of a reduction")

@@ -98,7 +98,7 @@ def test_programs_are_of_all_kinds() -> None:
             kinds.add("skips")
         starts = {op.collective for s in plan.job.stages for ops in s.ops.values() for op in ops} - {None}
         kinds |= {f"{found.kind} on {found.axis}" for found in starts if found is not None}
-        if any(op.lane.startswith("tied ") for rank in range(plan.ranks) for op in plan.sums(rank)):
+        if any(op.lane.startswith("tied ") for rank in range(plan.ranks) for op in plan.once(rank)):
             kinds.add("ties")
         if any(op.repeats for s in plan.job.stages for ops in s.ops.values() for op in ops):
             kinds.add("repeated ops")
@@ -170,7 +170,7 @@ def test_the_reference_tells_right_from_wrong() -> None:
     plan, results = random_plan(seed), meant(seed)
     assert wrong(plan, results) == ""
     assert wrong(plan, {**results, next(iter(results)): -1}) == "other numbers"
-    loss = next(op.name for op in plan.sums(0) if op.lane == "loss")
+    loss = next(op.name for op in plan.once(0) if op.lane == "loss")
     without = {
         name: replace(window, items=tuple(i for i in window.items if i.ref != loss or window.parts[0][0]))
         for name, window in plan.windows.items()

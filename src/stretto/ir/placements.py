@@ -58,7 +58,7 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.prices import signature
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec, refs
 
 KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
@@ -157,8 +157,8 @@ class Placer:
         if op.target == WAIT:
             return self._pieces(op.args[0].name)
         if op.target == SIDE_BY_SIDE:
-            given = (self.of(name) for name in op.uses)  # of a slice, not where it is
-            return tuple(LOCAL if kept.kind == "part" else kept for kept in given)
+            pieces = (self.of(name) for name in refs(op.args))  # of a slice, not where it is
+            return tuple(LOCAL if kept.kind == "part" else kept for kept in pieces)
         if op.target in SPLITS and op.uses[0] in self._tuples:
             return self._pieces(op.uses[0])
         if op.target == INDEX:

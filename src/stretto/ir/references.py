@@ -16,7 +16,21 @@ from stretto.ir.collectives import PRICED
 from stretto.ir.flow import PHASES, is_external, made_parameters
 from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import CHUNK, GETITEM, GRAD, INDEX, SHARD, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
+from stretto.ir.program import (
+    CHUNK,
+    FREE,
+    GETITEM,
+    GRAD,
+    INDEX,
+    SHARD,
+    STEP_LOSS,
+    WAIT,
+    Count,
+    Edge,
+    Job,
+    Op,
+    Ref,
+)
 
 STAGE = "there is no stage {}; the job has {}"
 RANK = "there is no rank {}; the plan has {}"
@@ -340,6 +354,9 @@ def _run_once(found: _Broken, plan: Plan) -> None:
             before: set[str] = set()
             for k, op in enumerate(stage.ops.get(phase, ())):
                 path = f"job.stages[{at}].ops.{phase}[{k}]"
+                what = f"{op.name}: {op.target} cannot be read with these arguments and results"
+                if not found.unless(_has_form(op), path, what):
+                    continue
                 for name in op.uses:
                     found.points(path, name, given | before, f"{op.name}: there is no {{!r}} before it")
                 if op.writes is not None:
@@ -347,6 +364,20 @@ def _run_once(found: _Broken, plan: Plan) -> None:
                 if op.kind is not None:
                     found.points(path, op.lane, lanes, f"{op.name}: there is no communicator {{!r}}")
                 before.add(op.name)
+
+
+def _has_form(op: Op) -> bool:
+    """Whether what starts, awaits or frees has arguments and results of its form."""
+    if op.target == FREE:
+        return op.writes is not None and not (op.args or op.kwargs or op.outputs)
+    if op.kind is None and op.target != WAIT:
+        return True
+    match op.args:
+        case (Ref(), *how, str(), int(size)) if op.kind is not None:
+            right = type(size) is int and list(map(type, how)) == [str] * bool(op.kind.reductions)
+        case _:
+            right = op.target == WAIT and list(map(type, op.args)) == [Ref]
+    return right and op.spec is not None and not op.kwargs
 
 
 def _costs(found: _Broken, plan: Plan) -> None:

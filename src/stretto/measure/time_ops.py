@@ -21,6 +21,7 @@ import torch
 from stretto.backend.device_time import synchronise
 from stretto.backend.specs import decoded
 from stretto.errors import StrettoError
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say
 from stretto.ir.prices import Specs, made_bytes, signature, specs_of
@@ -151,13 +152,15 @@ def processor_name() -> str:
 
 
 def distinct_ops(jobs: Iterable[Job]) -> dict[str, tuple[Op, Specs]]:
-    """Every distinct op of the jobs' microbatches by signature, once, in order; those that cost nothing are
-    left out. What runs once a step are sums over ranks, which are measured as collectives."""
+    """Every distinct op of the jobs by signature, once, in order; those that cost nothing are left out. Of
+    what runs once a step only copies are there: its communications are measured as such."""
     result: dict[str, tuple[Op, Specs]] = {}
     for job in jobs:
         specs = specs_of(job)
         for stage in job.stages:
-            for op in (op for phase in PHASES for op in stage.ops[phase]):
+            once = (op for phase in ONCE_PHASES for op in stage.ops.get(phase, ()))
+            copies = (op for op in once if op.target.startswith("aten.") and op.alias is None)
+            for op in (*(op for phase in PHASES for op in stage.ops[phase]), *copies):
                 if op.target not in FREE:
                     result.setdefault(signature(op, specs), (op, specs))
     return result

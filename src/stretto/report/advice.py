@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from stretto.ir.axes import AXES, CP, DP, EP, PIPELINE, PP, TENSOR, TP
+from stretto.ir.axes import AXES, CP, DP, DP_SHARD, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
@@ -43,6 +43,8 @@ def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
             f"more microbatches to a step{_now(plan)}, which share one gradient reduction, or more tp and "
             "pp, with which a rank has fewer gradients"
         )
+    elif name == DP_SHARD.name:
+        yield f"a smaller dp_shard{now}, or dp_shard within a node"
     elif name == CP.name:
         yield (
             f"fewer cp ranks{now}, or longer sequences: attention's compute grows with the square of their "

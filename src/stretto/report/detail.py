@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.prices import specs_of as specs_of
 from stretto.ir.program import Op, TensorSpec
@@ -19,6 +19,9 @@ from stretto.ir.transfers import time_of
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""
+
+ONCE_A_STEP = "S"
+"""Category of what runs once a step."""
 
 Rows = dict[str, list[Span]]
 """Name -> spans, ascending in time; the compute lane first, the others by name."""
@@ -59,14 +62,15 @@ class WindowRun:
 
 
 def op_category(op: Op, phase: Phase) -> str:
-    """The phase's letter; `R` for an op that computes again what another has made."""
-    return RECOMPUTATION if op.repeats else phase.value
+    """The phase's letter, `S` for what runs once a step; `R` for an op that computes again what another has
+    made."""
+    return RECOMPUTATION if op.repeats else ONCE_A_STEP if phase in ONCE_PHASES else phase.value
 
 
 def span_category(span: Span) -> str:
-    """F, I, W or B for compute, F where it is not known of which; exposed, bubble or message for the rest."""
+    """F, I, W, B or S for compute, F where it is not known of which; else exposed, bubble or message."""
     if span.kind is SpanKind.COMPUTE:
-        return (span.phase or Phase.F).value
+        return ONCE_A_STEP if span.phase in ONCE_PHASES else (span.phase or Phase.F).value
     return span.kind.value
 
 

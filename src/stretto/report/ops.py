@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from stretto.errors import UsageError, listed
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.transfers import time_of
@@ -196,10 +196,11 @@ def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list
                 group = groups.setdefault(key, OpGroup(*key))
                 sources[key][plan.costs.how(stage.index, op.name)] = None
                 letters = {*group.phases, op_category(op, phase)}
-                group.phases = "".join(sorted(letters, key="FIWR".index))
-                group.calls += microbatches
-                group.total_us += us * microbatches
-                group.flops += op.flops * microbatches
+                group.phases = "".join(sorted(letters, key="FIWRS".index))
+                calls = 1 if phase in ONCE_PHASES else microbatches
+                group.calls += calls
+                group.total_us += us * calls
+                group.flops += op.flops * calls
     total_us = sum(group.total_us for group in groups.values())
     for key, group in groups.items():
         group.share = group.total_us / total_us

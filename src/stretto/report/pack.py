@@ -33,7 +33,7 @@ from stretto.report.detail import (
 TICK_US = 0.01
 """Finer than any clock that measures ops, and small enough that integers are exact."""
 
-CATEGORIES = ("F", "I", "W", "B", "R", "exposed", "bubble", "message")
+CATEGORIES = ("F", "I", "W", "B", "R", "S", "exposed", "bubble", "message")
 
 
 Texts = Callable[[str], int]

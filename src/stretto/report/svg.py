@@ -18,9 +18,9 @@ from itertools import groupby
 from pathlib import Path
 
 from stretto.files.whole_file import write_file
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import ONCE_PHASES, Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of, span_category
+from stretto.report.detail import ONCE_A_STEP, rows_of, span_category
 from stretto.report.grid import counted, format_bytes, format_us, source_word
 from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -224,7 +224,7 @@ class _Picture:
             self.kinds.add(phase)
             top = y + at * height
             width = self._box(f"{phase}{(span.microbatch or 0) % 3}", span, span.end_us, top, height)
-            name, number = self.label(span), str(span.microbatch)
+            name, number = self.label(span), "" if phase == ONCE_A_STEP else str(span.microbatch)
             sizes = ((_text_px(name), name, "box"), (_text_px(number), number, "box"))
             for text_px, words, style in (*sizes, (len(number) * SMALL_CHAR_PX, number, "tag")):
                 if text_px + 3 <= width and height >= LANE_PX / 2:
@@ -233,7 +233,7 @@ class _Picture:
 
     def _message(self, span: Span, y: float, end_us: float) -> None:
         self.kinds.add("message")
-        phase = span.phase.value if span.phase is not None else "x"
+        phase = span.phase.value if span.phase is not None and span.phase not in ONCE_PHASES else "x"
         width = self._box(f"m{phase}", span, end_us, y, MESSAGE_PX)
         number = [str(span.microbatch)] if span.microbatch is not None else []
         for words in (span.name.removeprefix(span.lane).strip() or span.name, *number):
@@ -259,7 +259,8 @@ class _Picture:
     def _legend(self, y: float) -> float:
         x = 14.0
         y += 14
-        entries = [(p.value, f"{p.value}0", f"{p.value}  {p.meaning}") for p in Phase]
+        entries = [(p.value, f"{p.value}0", f"{p.value}  {p.meaning}") for p in Phase if p not in ONCE_PHASES]
+        entries.append((ONCE_A_STEP, "S0", "S  once a step"))
         entries += [
             ("exposed", "exposed", "exposed communication"),
             ("bubble", "bubble", "bubble: nothing to do"),

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from stretto.ir.action import Schedule
+from stretto.ir.action import ONCE_PHASES, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import rows_of, span_category
 from stretto.report.grid import format_us, source_word
@@ -31,6 +31,7 @@ STYLES = {
     "I": "black on rgb(230,159,0)",
     "W": "black on rgb(0,158,115)",
     "B": "white on rgb(168,69,122)",
+    "S": "black on rgb(240,228,66)",
     "exposed": "rgb(213,94,0)",
     "bubble": "bright_black",
     "message": "rgb(133,119,201)",
@@ -113,17 +114,19 @@ def _box(span: Span, width: int, compute: bool) -> str:
     if not compute:
         return "=" * width
     letter = span_category(span)
-    words = next((w for w in (span.name, f"{letter}{span.microbatch}", letter) if len(w) <= width), letter)
+    number = "" if span.phase in ONCE_PHASES else span.microbatch
+    words = next((w for w in (span.name, f"{letter}{number}", letter) if len(w) <= width), letter)
     # A box begins with its name, so that neighbours of one colour can be distinguished.
     return words + "-" * (width - len(words))
 
 
 def _legend(timeline: Timeline) -> Text:
     text = Text(" " * LABEL_CELLS)
-    phases = dict.fromkeys(s.phase for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
-    for phase in sorted(phases, key=lambda p: "FIWB".index(p.value)):
-        text.append(f" {phase.value} ", style=STYLES[phase.value])
-        text.append(f" {phase.meaning.partition(' (')[0]}  ")
+    compute = (s for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
+    meanings = {span_category(s): s.phase.meaning for s in compute if s.phase is not None}
+    for letter in sorted(meanings, key="FIWBS".index):
+        text.append(f" {letter} ", style=STYLES[letter])
+        text.append(f" {meanings[letter].partition(' (')[0]}  ")
     kinds = {span.kind for span in timeline.spans}
     for kind, sign, words in (
         (SpanKind.EXPOSED, "//", "exposed"),

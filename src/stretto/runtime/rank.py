@@ -177,8 +177,7 @@ class RankState:
             arguments += [self._batch[microbatch] if microbatch != ONCE else {}, store, microbatch]
         start = self.clock.now()
         window.run(self, *arguments)
-        if self.plan.windows[name].actions:
-            self.marks.runs.append((name, instruction.microbatches, start, self.clock.now()))
+        self.marks.runs.append((name, instruction.microbatches, start, self.clock.now()))
 
     def _sent(self, instruction: Instruction) -> None:
         key = (int(instruction.ref), instruction.microbatches[0])

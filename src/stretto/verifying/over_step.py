@@ -4,41 +4,65 @@ loss are reduced over all ranks that have addends of them; and that ranks start 
 1. Every op of these programs runs once, on the rank whose program it is in.
 2. What lives over the step has a history: what was added, and which ops have written it. By itself one
    program runs before all actions and the other behind them, and each op reads some history, ops of actions
-   too. In the plan's order each op must read the same one: so no reduction begins before the last addition,
-   and nothing is read that is not there yet, or no longer.
-3. Along each axis ranks have equal gradients, addends or parts. The programs are placed as all others are
-   (`stretto.ir.placements`), and at the end a gradient is as its parameter is.
+   too. In the plan's order each must read the same one: so no reduction begins before the last addition, and
+   nothing is read that is not there yet, or no longer. Memory in which a collective works is left alone until
+   its wait.
+3. At the end gradients are made of those of their tie, each once, and of no other, and parameters of what
+   is kept of them. Along each axis ranks have equal ones, addends or parts: the programs are placed as all
+   others are (`stretto.ir.placements`), and at the end a gradient is as what is kept of its parameter.
 4. Pipeline ranks start the collectives that join them in one order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stretto.ir.action import AFTER, BEFORE, ONCE, ONCE_PHASES, Phase
+from stretto.ir.action import AFTER, BEFORE, ONCE, ONCE_PHASES
 from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import OVER_STEP, PHASES, given_specs, made_parameters
+from stretto.ir.kept import shard_spec
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
-from stretto.ir.placements import Placer
-from stretto.ir.plan import LOSS, ItemKind, Plan, Window
-from stretto.ir.program import FREE, GRAD, PARAM, SHARD, STEP_LOSS, Job, Op, Parameter
+from stretto.ir.placements import SIDE_BY_SIDE, SPLITS, Placer
+from stretto.ir.plan import LOSS, ItemKind, Plan
+from stretto.ir.program import (
+    FREE,
+    GETITEM,
+    GRAD,
+    PARAM,
+    SHARD,
+    STARTS,
+    STEP_LOSS,
+    WAIT,
+    Job,
+    Op,
+    Parameter,
+    TensorSpec,
+    refs,
+)
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
 from stretto.verifying.trace import EventKind, trace_of
 
+SUM_IT = "Add a sum that has it, or take out what is too much; others wait"
+
 
 def over_step_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what runs once a step. References must be sound."""
+    """Every fault of what runs once a step, but those along axes. References must be sound."""
     result: list[Fault] = []
     for rank in range(plan.ranks):
         result += _in_place(plan, rank)
         result += _History(plan, rank).faults()
-        result += _reduced(plan, rank)
+        result += _own(plan, rank)
     result += _one_order(plan)
     return result
+
+
+def reduction_faults(plan: Plan) -> list[Fault]:
+    """Every fault of what ranks have along axes (step 3). The plan must have no other fault."""
+    return [fault for rank in range(plan.ranks) for fault in _reduced(plan, rank)]
 
 
 def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -63,28 +87,18 @@ def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, str(instruction), f"has messages in {phase}", "Move them to an action")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Something that an item does to what lives over the step: it adds a value, reads parameters that were
-    made, or is an op of its own."""
-
-    at: int
-    part: int
-    value: str
-    adds: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    op: Op | None = None
+Position = tuple[int, int]
+"""(instruction of the rank's order, item of its window)."""
 
 
 @dataclass(slots=True)
 class _Contents:
-    """By name, what has happened to it. Additions commute: their order is that of the ops of a window, which
-    keeps it, and of microbatches."""
+    """By name, what has happened to it. Of additions only the last counts: ops read what is complete."""
 
     of: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, what: object) -> None:
-        self.of[name] = (self.of.get(name, 0) + hash(what)) & (1 << 62) - 1
+    def complete(self, name: str) -> None:
+        self.of[name] = hash((name, self.of.get(name)))
 
     def run(self, op: Op) -> None:
         made = hash((op.name, *(self.of.get(name) for name in op.uses)))
@@ -93,136 +107,251 @@ class _Contents:
             self.of[op.writes] = 0 if op.target == FREE else made
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Where values lie, and which collectives are under way there."""
+
+    lies_in: dict[str, str] = field(default_factory=dict)
+    under_way: dict[str, Op] = field(default_factory=dict)
+    """Memory -> the start."""
+
+    def run(self, op: Op) -> Iterator[tuple[str, str]]:
+        """Why the op may not run now."""
+        root = self._root(op.alias) if op.alias is not None else op.name
+        in_place = op.kind is not None and op.alias is not None
+        if op.target == WAIT:
+            self.under_way = {at: start for at, start in self.under_way.items() if start.name not in op.uses}
+        for name in op.uses:
+            start = self.under_way.get(self._root(name))
+            if start is not None and (in_place or start.alias is not None):
+                yield f"reads {name} while {start.name} is under way in its memory", "Move it after its wait"
+        if op.kind is not None:
+            self.under_way[self._root(op.uses[0])] = op
+        self.lies_in[op.name] = root
+        if op.writes is not None:
+            self.lies_in[op.writes] = root
+
+    def _root(self, name: str) -> str:
+        return self.lies_in.get(name, name)
+
+
 class _History:
     """Step 2 of one rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.touched = _touched(plan)
+        self.last = _last_adds(plan, rank)
         self.program = plan.once(rank)
         self.expected: dict[str, dict[str, int | None]] = {}
         contents = _Contents()
-        after = plan.once(rank, AFTER)
-        for op in plan.once(rank, BEFORE):
-            self._expect(op, contents)
-        made = made_parameters(plan.job)
-        self.made = {name: contents.of.get(name) for name in made}
-        for run, step in self._steps():
-            for name in step.adds:
-                contents.add(name, (step.value, run))
-        for op in after:
-            self._expect(op, contents)
+        self._run(plan.once(rank, BEFORE), contents)
+        self.made = {name: contents.of.get(name) for name in made_parameters(plan.job)}
+        for name in self.last:
+            contents.complete(name)
+        self._run(plan.once(rank, AFTER), contents)
+        self.ends = contents.of
 
-    def _expect(self, op: Op, contents: _Contents) -> None:
-        self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
-        contents.run(op)
+    def _run(self, program: Sequence[Op], contents: _Contents) -> None:
+        for op in program:
+            self.expected[op.name] = {name: contents.of.get(name) for name in op.uses}
+            contents.run(op)
 
-    def _steps(self) -> Iterator[tuple[tuple[int, int], _Step]]:
-        """In the plan's order: ((instruction, microbatch), step)."""
-        known: dict[str, list[_Step]] = {}
+    def _steps(self) -> list[tuple[Position, str | Op | _Reads]]:
+        """In the plan's order: what is complete then, ops, and the first and last reads of parameters."""
+        result: list[tuple[Position, str | Op | _Reads]] = [(at, name) for name, at in self.last.items()]
+        result += _ends_of_reads(self.plan, self.rank, self.made)
         ops = {op.name: op for op in self.program}
         for at, instruction in enumerate(self.plan.orders[self.rank]):
             window = self.plan.windows.get(str(instruction.ref))
-            if window is None:
-                continue
-            if window.name not in known:
-                known[window.name] = list(_steps_of(window, self.touched, ops))
-            for step in known[window.name]:
-                yield (at, instruction.microbatches[step.part]), step
+            if window is not None and len(window.actions) < len(window.parts):
+                result += [
+                    ((at, k), ops[str(item.ref)])
+                    for k, item in enumerate(window.items)
+                    if item.part not in window.actions and item.ref in ops
+                ]
+        return sorted(result, key=lambda step: step[0])
 
     def faults(self) -> Iterator[Fault]:
-        last = {name: (at, step) for (at, _), step in self._steps() for name in step.adds}
-        contents = _Contents()
+        contents, memory = _Contents(), _Memory()
         done: set[str] = set()
-        for run, step in self._steps():
-            for name in step.adds:
-                contents.add(name, (step.value, run))
-            op = step.op
-            if op is not None and op.name in done:
-                yield self._fault(run[0], step, "is there a second time", "Keep one")
+        sound = True
+        for at, op in self._steps():
+            if isinstance(op, str):
+                contents.complete(op)
                 continue
-            if op is not None:
-                done.add(op.name)
-            read = {name: self.made[name] for name in step.reads} if op is None else self.expected[op.name]
-            for name, content in read.items():
+            if isinstance(op, _Reads):
+                if contents.of.get(op.name) != self.made[op.name]:
+                    yield self._fault(at, op.op, *self._wrong(op.name, at, done))
+                continue
+            if op.name in done:
+                yield self._fault(at, op.name, "is there a second time", "Keep one")
+                sound = False
+                continue
+            done.add(op.name)
+            for name, content in self.expected[op.name].items():
                 if contents.of.get(name) != content:
-                    yield self._fault(run[0], step, *self._wrong(name, run[0], step, last, done))
+                    yield self._fault(at, op.name, *self._wrong(name, at, done))
+                    sound = False
                     if content is not None:
                         contents.of[name] = content
-            if op is not None:
-                contents.run(op)
+            for wrong in memory.run(op):
+                yield self._fault(at, op.name, *wrong)
+            contents.run(op)
         for op in self.program:
             if op.name not in done:
                 yield Fault(self.rank, op.name, "never runs", "Add it to a window")
+                sound = False
+        for name in sorted({op.writes for op in self.program if op.writes is not None and sound}):
+            if contents.of[name] != self.ends[name]:
+                what = "is something else at the end than what its program makes of it"
+                yield Fault(self.rank, name, what, "Write it in the order of the program")
 
-    def _wrong(
-        self, name: str, at: int, step: _Step, last: Mapping[str, tuple[int, _Step]], done: set[str]
-    ) -> tuple[str, str]:
+    def _wrong(self, name: str, at: Position, done: set[str]) -> tuple[str, str]:
         """Why an op reads something else than it should."""
         if not name.startswith(OVER_STEP) and name not in self.made:
             return f"reads {name}, which is not there yet", f"Move it after {name}"
-        run, adding = last.get(name, (-1, None))
-        if adding is not None and (run, adding.at) > (at, step.at):
-            does = f"`{self.plan.orders[self.rank][run]}` has added its part of {name}"
+        last = self.last.get(name, at)
+        if last > at:
+            does = f"`{self.plan.orders[self.rank][last[0]]}` has added its part of {name}"
             return f"reads {name} before {does}", "Move it after that"
         before = [op.name for op in self.program if op.writes == name]
         late = next((one for one in before if one not in done), None)
         if late is not None:
             return f"reads {name} before {late} has written it", f"Move it after {late}"
-        if not before:
+        if not before and name in self.made:
             return f"reads {name}, which no op makes", "Add one that does"
-        return f"reads {name} after {before[-1]} has changed it", "Move it before that"
+        return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
 
-    def _fault(self, at: int, step: _Step, what: str, fix: str) -> Fault:
-        window = self.plan.windows[str(self.plan.orders[self.rank][at].ref)]
-        return Fault(self.rank, f"window {window.name}, {step.value}", what, fix)
-
-
-_Touched = Mapping[tuple[int, Phase, str], tuple[tuple[str, ...], tuple[str, ...]]]
-"""(stage, phase, op) -> what its value is added to, and what it reads of parameters that are made."""
+    def _fault(self, at: Position, op: str, what: str, fix: str) -> Fault:
+        window = self.plan.windows[str(self.plan.orders[self.rank][at[0]].ref)]
+        return Fault(self.rank, f"window {window.name}, {op}", what, fix)
 
 
-def _touched(plan: Plan) -> _Touched:
-    adds: dict[tuple[int, Phase, str], tuple[str, ...]] = defaultdict(tuple)
-    adds[plan.job.loss[0], Phase.F, plan.job.loss[1]] = (STEP_LOSS,)
-    for parameter in plan.job.parameters:
-        for key in parameter.grads:
-            adds[key] += (GRAD + parameter.name,)
-    made = made_parameters(plan.job)
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """An op of an action reads a parameter that is made."""
+
+    op: str
+    name: str
+
+
+def _ends_of_reads(plan: Plan, rank: int, made: Collection[str]) -> Iterator[tuple[Position, _Reads]]:
+    """Of each parameter, where the rank reads it first and last."""
+    if not made:
+        return
     reads = {
-        (stage.index, phase, op.name): tuple(name for name in op.uses if name in made)
+        (stage.index, op.name): names
         for stage in plan.job.stages
         for phase in PHASES
         for op in stage.ops[phase]
-        if made
+        if (names := [name for name in op.uses if name in made])
     }
-    read = {key: names for key, names in reads.items() if names}
-    return {key: (adds.get(key, ()), read.get(key, ())) for key in (*adds, *read)}
+    inside = {
+        window.name: [
+            (k, str(item.ref), name)
+            for k, item in enumerate(window.items)
+            if item.kind is ItemKind.OP
+            for name in reads.get((window.parts[item.part][0], str(item.ref)), ())
+        ]
+        for window in plan.windows.values()
+    }
+    first: dict[str, tuple[Position, _Reads]] = {}
+    last: dict[str, tuple[Position, _Reads]] = {}
+    for at, run, _ in plan.runs(rank):
+        for k, op, name in inside[str(run.ref)]:
+            last[name] = (at, k), _Reads(op, name)
+            first.setdefault(name, last[name])
+    yield from (*first.values(), *last.values())
 
 
-def _steps_of(window: Window, touched: _Touched, ops: Mapping[str, Op]) -> Iterator[_Step]:
-    for at, item in enumerate(window.items):
-        stage, phase = window.parts[item.part]
-        if item.kind is not ItemKind.OP:
-            continue
-        name = str(item.ref)
-        if phase in ONCE_PHASES:
-            if name in ops:
-                yield _Step(at, item.part, name, op=ops[name])
-            continue
-        does = [touched[stage, sub, name] for sub in phase.programs if (stage, sub, name) in touched]
-        if does:
-            adds, reads = (tuple(n for one in does for n in one[k]) for k in (0, 1))
-            yield _Step(at, item.part, name, adds, reads)
+def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
+    """What lives over the step -> where the rank adds to it last."""
+    adds: dict[tuple[int, str | int], list[str]] = defaultdict(list)
+    adds[plan.job.loss].append(STEP_LOSS)
+    for parameter in plan.job.parameters:
+        for stage, _, value in parameter.grads:
+            adds[stage, value].append(GRAD + parameter.name)
+    inside = {
+        window.name: {
+            name: at
+            for at, item in enumerate(window.items)
+            if item.kind is ItemKind.OP
+            for name in adds.get((window.parts[item.part][0], item.ref), ())
+        }
+        for window in plan.windows.values()
+    }
+    result: dict[str, Position] = {}
+    for at, run, _ in plan.runs(rank):
+        result.update({name: (at, item) for name, item in inside[str(run.ref)].items()})
+    return result
+
+
+def _own(plan: Plan, rank: int) -> Iterator[Fault]:
+    """Step 3 of one rank: of whom everything is made, by name the pieces that lie in it side by side."""
+    ties: dict[str, list[str]] = defaultdict(list)
+    for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
+        ties[parameter.tied_to].append(GRAD + parameter.name)
+    job, specs, wrote = plan.job, given_specs(plan.job), dict[str, TensorSpec | None]()
+    stages = plan.schedule.stages_of(rank)
+    read = [p for p in job.parameters if p.is_made and any(stage in stages for stage in p.stages)]
+    made: dict[str, tuple[tuple[str, ...], ...]] = {STEP_LOSS: ((STEP_LOSS,),)}
+    made |= {name: ((name,),) for names in ties.values() for name in names}
+    made |= {SHARD + p.tied_to: ((SHARD + p.tied_to,),) for p in read}
+    lanes = {LOSS: [STEP_LOSS]} | {TIED + name: names for name, names in ties.items()}
+    summed: set[tuple[str, str]] = set()
+    for op in plan.once(rank):
+        for name in op.uses:
+            if name not in made:
+                yield Fault(rank, op.name, f"reads {name}, which this rank does not have", "Take it out")
+        if op.kind is not None and op.kind.sums and op.how != "sum":
+            yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
+        pieces = [piece for name in refs(op.args) for piece in made.get(name, ())]
+        if op.kind is not None:
+            owners = {one for piece in pieces for one in piece}
+            summed.update((one, op.lane) for one in owners)
+            axes = dict(job.axes)
+            fits = owners <= {*lanes[op.lane]} if op.lane in lanes else op.lane in axes
+            if not fits or (STEP_LOSS in owners and op.lane != LOSS):
+                what = f"reduces {', '.join(sorted(owners))} on communicator {op.lane}, which is not for them"
+                fix = f"Sum the loss on {LOSS}, copies of a tie on {TIED}<its name>, others on an axis"
+                yield Fault(rank, op.name, what, fix)
+        if op.target == GETITEM:
+            pieces = pieces[op.args[1] :][:1]
+        elif op.target not in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
+            pieces = [tuple(one for piece in pieces for one in piece)]
+        made[op.name] = tuple(pieces)
+        if op.target == FREE:
+            made.pop(str(op.writes), None)
+        elif op.writes is not None:
+            made[op.writes] = made[op.name]
+            wrote[op.writes] = op.spec
+    ends = specs | {GRAD + p.name: shard_spec(job, p) for p in job.parameters if p.kept}
+    for name, spec in wrote.items():
+        given = ends.get(name)
+        if given is None or spec is None or (spec.shape, spec.dtype) != (given.shape, given.dtype):
+            what = f"is {spec or 'no tensor'} in the end, instead of {given or 'nothing'}"
+            yield Fault(rank, name, what, "Write what has its shape and dtype")
+    for p in read:
+        if PARAM + p.name in wrote and made[PARAM + p.name] != ((SHARD + p.tied_to,),):
+            yield Fault(rank, PARAM + p.name, "is made of another parameter", "Make it of its own")
+    for names in ({STEP_LOSS: [STEP_LOSS]} | ties).values():
+        left = [one for name in names for piece in made.get(name, ()) for one in piece]
+        if sorted(left) != sorted(names):
+            what = f"is made of {', '.join(left) or 'nothing'} at the end, instead of {', '.join(names)}"
+            yield Fault(rank, names[0], what, "Reduce each gradient once, into its own name")
+    for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
+        for shard in parameter.shards:
+            name, shared = GRAD + parameter.name, shard.copies > 1 and shard.axis in parameter.partial
+            if shared and (name, shard.axis) not in summed:
+                yield Fault(rank, name, f"is never summed over {shard.axis}", SUM_IT)
 
 
 def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
-    """Step 3 of one rank."""
+    """Step 3 of one rank, along each axis."""
     job, program = plan.job, plan.once(rank)
     stages = plan.schedule.stages_of(rank)
     here = list(_trained(job, stages))
     tied = [name for name, ranks in tied_ranks(job, plan.schedule.stage_ranks).items() if rank in ranks]
-    written = {op.writes for op in program}
     freed = {op.writes for op in program if op.target == FREE}  # several of a tie become one
     specs = given_specs(job) | {op.name: op.spec for op in program if op.spec is not None}
 
@@ -240,12 +369,13 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 placer.values[op.writes] = placer.of(op.name)
                 now[op.writes] = op.spec
         for name, want in end.items():
-            kept = placer.of(name)
-            right = kept.is_full if want == EQUAL else kept.kind in ("part", "local")
-            if name not in freed and not right and not kept.zero:
+            kept, parts = placer.of(name), ("part", "local")
+            right = kept.kind in parts if want.kind in parts else kept.is_full
+            if name not in freed and not right:
                 what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
-                yield Fault(rank, name, what, "Add a sum that has it; others wait")
+                yield Fault(rank, name, what, SUM_IT)
 
+    written = {op.writes for op in program}
     made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
         if size > 1:

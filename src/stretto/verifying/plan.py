@@ -17,7 +17,7 @@ from stretto.verifying.communicators import communicator_faults
 from stretto.verifying.fault import Fault
 from stretto.verifying.messages import deadlock_faults, message_faults
 from stretto.verifying.ops import op_faults
-from stretto.verifying.over_step import over_step_faults
+from stretto.verifying.over_step import over_step_faults, reduction_faults
 from stretto.verifying.placements import placement_faults, sharding_faults
 from stretto.verifying.schedule import action_faults
 from stretto.verifying.shapes import shape_faults
@@ -49,7 +49,7 @@ def plan_faults(plan: Plan) -> list[Fault]:
     result += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         result += proof(plan)
-    return result or [*placement_faults(plan), *deadlock_faults(plan)]
+    return result or [*placement_faults(plan), *reduction_faults(plan), *deadlock_faults(plan)]
 
 
 def _slots(plan: Plan, rank: int) -> tuple[Slot, ...]:

@@ -6,12 +6,12 @@ const GUTTER = 96, RIGHT = 14, RULER = 24, COMPUTE = 30, MESSAGE = 14, MEMORY = 
 const LEAST_OP_PX = 1.2, LEAST_RUN_PX = 110; // ops appear in runs that are this wide, and they on average
 const MEANING = {
   F: "F  forward", I: "I  input gradient", W: "W  weight gradient", B: "B  backward (I and W)", R: "R  recomputation",
-  exposed: "exposed communication", bubble: "bubble: nothing to do", message: "pp message", collective: "collective",
+  S: "S  once a step",  exposed: "exposed communication", bubble: "bubble: nothing to do", message: "pp message", collective: "collective",
   memory: "memory in use",
 };
 const LIGHT = {
   F: ["#0072b2", "#2b8cc4", "#005a8e"], I: ["#e69f00", "#f2b63c", "#d08f00"], W: ["#009e73", "#35b48f", "#008a64"],
-  B: ["#a8457a", "#bb5f90", "#8f3566"], R: ["#56b4e9", "#7cc5ee", "#3fa4dd"], exposed: "#d55e00", exposedGround: "#ffe6d3",
+  B: ["#a8457a", "#bb5f90", "#8f3566"], R: ["#56b4e9", "#7cc5ee", "#3fa4dd"], S: ["#f0e442", "#f5ec7a", "#d9cd2f"], exposed: "#d55e00", exposedGround: "#ffe6d3",
   bubble: "#e6e9ee", message: "#93a1b5", collective: "#8577c9", memory: "#b9c6d6", memoryLine: "#5d6878",
   row: "#f6f7f9", grid: "#dfe3e9", ink: "#1b2330", quiet: "#5d6878", onDark: "#ffffff", onLight: "#171200", mark: "#000000",
 };
@@ -45,7 +45,7 @@ function layout(timeline, shown) {
 
 // Spans narrower than this are not drawn one by one, as each would seem wider than it is.
 const NARROW_PX = 1.5;
-const STACK = ["F", "I", "W", "B", "R", "bubble", "message", "collective", "exposed"];
+const STACK = ["F", "I", "W", "B", "R", "S", "bubble", "message", "collective", "exposed"];
 
 // Narrow spans, added up by category for each pixel: the area of a colour is the time that it stands for.
 class Narrow {

@@ -138,7 +138,7 @@ class Painter {
         c.strokeStyle = colours.exposed;
         c.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
       }
-      const axis = /^(dp|tp|cp|ep) /.test(name) ? name.slice(0, 2) : "pp";
+      const axis = /^(dp|dp_shard|tp|cp|ep) /.test(name) ? name.split(" ")[0] : "pp";
       const words = [`exposed ${axis}`, axis].find((choice) => this.textWidth(choice) + 12 <= this.seen(lane.begin[i], lane.end[i]));
       if (words) {
         // A plate under the words, as hatching makes them hard to read.
@@ -158,7 +158,8 @@ class Painter {
       const run = lane.runs[lane.run[i]];
       if (!this.opsShown(lane, lane.run[i]) && (!run || run.spans.length === 1)) {
         const ink = category === "F" || category === "B" ? colours.onDark : colours.onLight;
-        this.fit([name, String(lane.microbatch[i])], x, x + width, y + height / 2 + 0.5, ink);
+        const number = lane.microbatch[i] < 0 ? [] : [String(lane.microbatch[i])];
+        this.fit([name, ...number], x, x + width, y + height / 2 + 0.5, ink);
       }
     }
   }
