@@ -147,11 +147,13 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     return search.best.orders[0]
 
 
-def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tuple[int, ...]:
+def early_reductions(
+    graph: WindowGraph, limit_bytes: int | None = None, *, search: bool = True
+) -> tuple[int, ...]:
     """The best order of a window's last run, in which gradients are complete early, so that their reductions
     start within it. The measure is when the last of these is done; of orders that take about as long (CLOSE)
     the one with less memory. graph: of a window in the order that its other runs have; limit_bytes: as in
-    `list_order`. Tried are
+    `list_order`; search: whether 4. is tried. Tried are
 
     1. that order;
     2. each weight gradient as soon as it can run, before all that leads to more than one reduction;
@@ -169,7 +171,7 @@ def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tupl
     for times in HELD if early.step_us > early.end_us else ():
         held = _latest(graph, orders[0], times * (early.step_us - early.end_us))
         orders.append(list_order(graph, urgency=_reductions_first(graph, held), limit_bytes=limit))
-    if graph.communicates:
+    if graph.communicates and search:
         orders.append(improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN))
     walked = [(replay(graph, order), order) for order in orders]
     walked = [(replay(graph, first), first), *(one for one in walked if one[0].peak_bytes <= limit)]
@@ -228,6 +230,10 @@ DEFAULT = "improve"
 
 BUILT_IN = frozenset(POLICIES)
 """The policies of Stretto."""
+
+WITH_LAST_RUNS = frozenset({"list", "improve"})
+"""Policies with which last runs have orders of their own (`early_reductions`). "captured" is as captured, and
+of a user's own policy every run is as it says."""
 
 
 def register(name: str, policy: Policy) -> None:
