@@ -120,3 +120,64 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     assert local.prediction is not None
     assert local.overlap == "local"
     assert local.prediction.step_us < 0.995 * off.prediction.step_us
+
+
+# Orders of last runs. The last gradient is that of the embedding, much larger than any other.
+
+
+def late(**parallel: int) -> Job:
+    """On accelerators that compute for much longer than they reduce."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=32_000, layers=4, hidden=1024, heads=8, context=1024))
+    tokens = torch.zeros(16, 1025, dtype=torch.int64)
+    how = stretto.Parallel(dp=2, **parallel)
+    return stretto.capture(model, tokens, next_token_loss, how, precision="bf16", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def late_job() -> Job:
+    return late()
+
+
+def accelerators(**given: int) -> stretto.Cluster:
+    return stretto.Cluster(
+        peak_tflops=100, memory_gbps=3000, link_gbps=100, latency_us=5, op_overhead_us=1, **given
+    )
+
+
+def peak(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_bytes)
+
+
+@pytest.mark.parametrize("order", ["improve", "list"])
+def test_a_large_gradient_that_comes_last_is_reduced_under_others(late_job: Job, order: str) -> None:
+    plan = stretto.plan(late_job, accelerators(memory_bytes=80 * 10**9), order=order)
+    assert hidden(plan) > 0.98
+    plain = stretto.plan(late_job, accelerators(), order="captured")
+    assert hidden(plain) < 0.9
+
+
+def test_a_last_run_may_use_what_the_device_has(late_job: Job) -> None:
+    plain = stretto.plan(late_job, accelerators(), order="captured")
+    free = stretto.plan(late_job, accelerators(memory_bytes=80 * 10**9))
+    assert peak(free) > peak(plain)
+    # As much as is there, and no order is lost for want of more.
+    for nbytes in (peak(plain), peak(free) - 1, peak(free)):
+        plan = stretto.plan(late_job, accelerators(memory_bytes=nbytes))
+        assert peak(plan) <= nbytes
+        assert hidden(plan) >= hidden(plain)
+    assert hidden(plan) == hidden(free)
+
+
+def test_reductions_beside_the_work_of_another_rank_are_hidden() -> None:
+    """The last rank ends its last backward first, and then only waits."""
+    plan = stretto.plan(late(pp=2, microbatches=4), accelerators())
+    found = plan.prediction
+    assert found is not None
+    assert found.exposed_axis_us["dp"][1] == 0.0
+    assert found.comm_axis_us["dp"][1] > 0.0
+    assert found.bubble_us[1] > 0.0
+    for rank in range(plan.ranks):
+        parts = found.compute_us[rank] + found.exposed_us[rank] + found.bubble_us[rank]
+        assert parts == pytest.approx(found.step_us)
