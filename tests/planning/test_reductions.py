@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import stretto
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job
+from stretto.models.build import huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
@@ -126,12 +128,22 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
 
 
 def late(**parallel: int) -> Job:
-    """On accelerators that compute for much longer than they reduce."""
+    """A Llama on accelerators that compute for much longer than they reduce."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=32_000, layers=4, hidden=1024, heads=8, context=1024))
-    tokens = torch.zeros(16, 1025, dtype=torch.int64)
-    how = stretto.Parallel(dp=2, **parallel)
-    return stretto.capture(model, tokens, next_token_loss, how, precision="bf16", device="cuda")
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32_000,
+                hidden_size=1024,
+                intermediate_size=3584,
+                num_hidden_layers=4,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                tie_word_embeddings=False,
+            )
+        )
+    tokens = torch.zeros(16, 1024, dtype=torch.int64)
+    batch, how = {"input_ids": tokens, "labels": tokens}, stretto.Parallel(dp=2, **parallel)
+    return stretto.capture(model, batch, huggingface_sum, how, precision="bf16", device="cuda")
 
 
 @pytest.fixture(scope="module")

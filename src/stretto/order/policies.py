@@ -65,7 +65,7 @@ Assumed."""
 CLOSE = 1.001
 """An order is not improved within this factor of what no order can beat. Assumed."""
 
-HELD = (1.0, 2.0)
+DELAYED = (1.0, 2.0)
 """How much work of weight gradients waits in a last run, in parts of what its reductions take beyond its end.
 Assumed: those that wait have reductions themselves."""
 
@@ -168,9 +168,9 @@ def early_reductions(
     first = range(len(graph.nodes))
     orders: list[Sequence[int]] = [list_order(graph, urgency=_reductions_first(graph), limit_bytes=limit)]
     early = replay(graph, orders[0])
-    for times in HELD if early.step_us > early.end_us else ():
-        held = _latest(graph, orders[0], times * (early.step_us - early.end_us))
-        orders.append(list_order(graph, urgency=_reductions_first(graph, held), limit_bytes=limit))
+    for times in DELAYED if early.step_us > early.end_us else ():
+        delayed = _latest(graph, orders[0], times * (early.step_us - early.end_us))
+        orders.append(list_order(graph, urgency=_reductions_first(graph, delayed), limit_bytes=limit))
     if graph.communicates and search:
         orders.append(improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN))
     walked = [(replay(graph, order), order) for order in orders]
@@ -194,13 +194,13 @@ def _latest(graph: WindowGraph, order: Sequence[int], work_us: float) -> frozens
     return frozenset(result)
 
 
-def _reductions_first(graph: WindowGraph, held: Collection[int] = ()) -> list[float]:
+def _reductions_first(graph: WindowGraph, delayed: Collection[int] = ()) -> list[float]:
     """Urgencies in which what leads to one reduction and to nothing else comes before all else, but for what
-    is held."""
+    is delayed."""
     urgency = urgencies(graph)
     above_us = max(urgency, default=0.0)
     for index, own in enumerate(_leading_to_one(graph)):
-        if own and index not in held:
+        if own and index not in delayed:
             urgency[index] += above_us
     return urgency
 
