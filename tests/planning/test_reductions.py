@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import stretto
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job
+from stretto.models.build import huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
@@ -122,3 +124,74 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     assert local.prediction is not None
     assert local.overlap == "local"
     assert local.prediction.step_us < 0.995 * off.prediction.step_us
+
+
+# Orders of last runs. The last gradient is that of the embedding, much larger than any other.
+
+
+def late(**parallel: int) -> Job:
+    """A Llama on accelerators that compute for much longer than they reduce."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32_000,
+                hidden_size=1024,
+                intermediate_size=3584,
+                num_hidden_layers=4,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                tie_word_embeddings=False,
+            )
+        )
+    tokens = torch.zeros(16, 1024, dtype=torch.int64)
+    batch, how = {"input_ids": tokens, "labels": tokens}, stretto.Parallel(dp=2, **parallel)
+    return stretto.capture(model, batch, huggingface_sum, how, precision="bf16", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def late_job() -> Job:
+    return late()
+
+
+def accelerators(**given: int) -> stretto.Cluster:
+    return stretto.Cluster(
+        peak_tflops=100, memory_gbps=3000, link_gbps=100, latency_us=5, op_overhead_us=1, **given
+    )
+
+
+def peak(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_bytes)
+
+
+@pytest.mark.parametrize("order", ["improve", "list"])
+def test_a_large_gradient_that_comes_last_is_reduced_under_others(late_job: Job, order: str) -> None:
+    plan = stretto.plan(late_job, accelerators(memory_bytes=80 * 10**9), order=order)
+    assert hidden(plan) > 0.98
+    plain = stretto.plan(late_job, accelerators(), order="captured")
+    assert hidden(plain) < 0.9
+
+
+def test_a_last_run_may_use_what_the_device_has(late_job: Job) -> None:
+    plain = stretto.plan(late_job, accelerators(), order="captured")
+    free = stretto.plan(late_job, accelerators(memory_bytes=80 * 10**9))
+    assert peak(free) > peak(plain)
+    # As much as is there, and no order is lost for want of more.
+    for nbytes in (peak(plain), peak(free) - 1, peak(free)):
+        plan = stretto.plan(late_job, accelerators(memory_bytes=nbytes))
+        assert peak(plan) <= nbytes
+        assert hidden(plan) >= hidden(plain)
+    assert hidden(plan) == hidden(free)
+
+
+def test_reductions_beside_the_work_of_another_rank_are_hidden() -> None:
+    """The last rank ends its last backward first, and then only waits."""
+    plan = stretto.plan(late(pp=2, microbatches=4), accelerators())
+    found = plan.prediction
+    assert found is not None
+    assert found.exposed_axis_us["dp"][1] == 0.0
+    assert found.comm_axis_us["dp"][1] > 0.0
+    assert found.bubble_us[1] > 0.0
+    for rank in range(plan.ranks):
+        parts = found.compute_us[rank] + found.exposed_us[rank] + found.bubble_us[rank]
+        assert parts == pytest.approx(found.step_us)

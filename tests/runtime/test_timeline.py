@@ -94,6 +94,17 @@ def made_up(plan: Plan, start: int, late: int) -> list[Marks]:
     return [one, other]
 
 
+def test_waits_of_a_rank_with_no_op_left_are_bubbles() -> None:
+    """As the simulation counts them: rank 1 has sent its last and waits while rank 0 still works."""
+    plan = gpt_plan("1f1b")
+    first, last = made_up(plan, 0, 0)
+    last.finishes.append(("tied 0", plan.communicators[0].name, 91_000, 95_000))
+    first.runs.append(("0F", (1,), 60_000, 100_000))
+    timeline = build_timeline(plan, [first, last], [0.0, 0.0])
+    closing = [s for s in timeline.spans if s.name == "tied 0" and s.lane == COMPUTE_LANE]
+    assert [(span.kind, span.duration_us) for span in closing] == [(SpanKind.BUBBLE, pytest.approx(4.0))]
+
+
 def test_a_wait_is_a_bubble_until_the_message_exists_and_exposed_after() -> None:
     plan = gpt_plan("1f1b")
     # Rank 1's clock is a second ahead of rank 0's.

@@ -12,7 +12,7 @@ from stretto.ir.action import Action, Phase, Schedule, parse_slot
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import Edge, Ref
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline, without_closing_waits
 from stretto.planning.lower import lower
 from stretto.simulating import simulate
 from stretto.simulating.cards import Cards, Clock
@@ -293,3 +293,31 @@ def test_a_simulation_leaves_no_garbage() -> None:
         assert walks == []
     finally:
         gc.enable()
+
+
+def _span(rank: int, kind: SpanKind, start: float, end: float) -> Span:
+    return Span(rank, COMPUTE_LANE, kind, "dp 0.1", start, end, phase=Phase.B if kind == "compute" else None)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        # Rank 1 ends before the step does: all of its last wait is a bubble.
+        (90.0, [(SpanKind.BUBBLE, 50.0, 90.0)]),
+        # It ends with the step: from 80 on no rank works, and a shorter sum would make the step shorter.
+        (100.0, [(SpanKind.BUBBLE, 50.0, 80.0), (SpanKind.EXPOSED, 80.0, 100.0)]),
+    ],
+)
+def test_a_rank_with_no_op_left_waits_for_the_end(
+    end: float, expected: list[tuple[SpanKind, float, float]]
+) -> None:
+    spans = [
+        _span(0, SpanKind.COMPUTE, 0.0, 80.0),
+        _span(0, SpanKind.EXPOSED, 80.0, 100.0),
+        _span(1, SpanKind.EXPOSED, 10.0, 20.0),
+        _span(1, SpanKind.COMPUTE, 20.0, 50.0),
+        _span(1, SpanKind.EXPOSED, 50.0, end),
+    ]
+    result = without_closing_waits(spans, 100.0)
+    assert result[:4] == spans[:4]
+    assert [(span.kind, span.start_us, span.end_us) for span in result[4:]] == expected

@@ -18,7 +18,7 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -65,7 +65,7 @@ Assumed."""
 CLOSE = 1.001
 """An order is not improved within this factor of what no order can beat. Assumed."""
 
-HELD = (1.0, 2.0)
+DELAYED = (1.0, 2.0)
 """How much work of weight gradients waits in a last run, in parts of what its reductions take beyond its end.
 Assumed: those that wait have reductions themselves."""
 
@@ -93,6 +93,11 @@ def captured_limit(graph: WindowGraph) -> int:
     return replay(graph, range(len(graph.nodes))).peak_bytes
 
 
+def floor_us(graph: WindowGraph) -> float:
+    """No order is faster: all work, and what collectives take of the processor meanwhile."""
+    return graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
+
+
 def list_order(
     graph: WindowGraph, *, urgency: Sequence[float] | None = None, limit_bytes: int | None = None
 ) -> tuple[int, ...]:
@@ -113,9 +118,7 @@ def improve_order(
 ) -> tuple[int, ...]:
     """The best order of the search. limit_bytes: as in `list_order`; walks: instead of the constants above;
     share: of them, what the window is worth."""
-    # No order is faster: all work, and what collectives take of the processor meanwhile.
-    floor_us = graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
-    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us, 0.0)
+    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us(graph), 0.0)
     captured = replace(fine, limit_bytes=0).walk(SearchPoint(orders=(range(len(graph.nodes)),)))
     assert captured is not None, "a legal order of one window comes to its end"
     fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
@@ -147,11 +150,13 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     return search.best.orders[0]
 
 
-def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tuple[int, ...]:
+def early_reductions(
+    graph: WindowGraph, limit_bytes: int | None = None, *, search: bool = True
+) -> tuple[int, ...]:
     """The best order of a window's last run, in which gradients are complete early, so that their reductions
     start within it. The measure is when the last of these is done; of orders that take about as long (CLOSE)
     the one with less memory. graph: of a window in the order that its other runs have; limit_bytes: as in
-    `list_order`. Tried are
+    `list_order`; search: whether 4. is tried. Tried are
 
     1. that order;
     2. each weight gradient as soon as it can run, before all that leads to more than one reduction;
@@ -162,20 +167,30 @@ def early_reductions(graph: WindowGraph, limit_bytes: int | None = None) -> tupl
     4. where the window has collectives of its own, which then have less to hide under, an order between,
        found by local search.
     """
-    limit = captured_limit(graph) if limit_bytes is None else limit_bytes
     first = range(len(graph.nodes))
-    orders: list[Sequence[int]] = [list_order(graph, urgency=_reductions_first(graph), limit_bytes=limit)]
-    early = replay(graph, orders[0])
-    for times in HELD if early.step_us > early.end_us else ():
-        held = _latest(graph, orders[0], times * (early.step_us - early.end_us))
-        orders.append(list_order(graph, urgency=_reductions_first(graph, held), limit_bytes=limit))
-    if graph.communicates:
-        orders.append(improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN))
-    walked = [(replay(graph, order), order) for order in orders]
-    walked = [(replay(graph, first), first), *(one for one in walked if one[0].peak_bytes <= limit)]
-    least_us = min(played.step_us for played, _ in walked)
+    as_is = replay(graph, first)
+    walked = [(as_is, tuple(first))]
+    # What needs more memory is tried where it may gain something.
+    for limit in sorted({as_is.peak_bytes, max(as_is.peak_bytes, limit_bytes or 0)}):
+        orders = ((replay(graph, order), order) for order in _last_orders(graph, limit, search))
+        walked += [(played, order) for played, order in orders if played.peak_bytes <= limit]
+        least_us = min(played.step_us for played, _ in walked)
+        if least_us <= CLOSE * floor_us(graph):
+            break
     close = [one for one in walked if one[0].step_us <= CLOSE * least_us]
-    return tuple(min(close, key=lambda one: (one[0].peak_bytes, one[0].step_us, one[0].end_us))[1])
+    return min(close, key=lambda one: (one[0].peak_bytes, one[0].step_us, one[0].end_us))[1]
+
+
+def _last_orders(graph: WindowGraph, limit: int, search: bool) -> Iterator[tuple[int, ...]]:
+    """Those of `early_reductions` other than the first."""
+    order = list_order(graph, urgency=_reductions_first(graph), limit_bytes=limit)
+    yield order
+    early = replay(graph, order)
+    for times in DELAYED if early.step_us > early.end_us else ():
+        delayed = _latest(graph, order, times * (early.step_us - early.end_us))
+        yield list_order(graph, urgency=_reductions_first(graph, delayed), limit_bytes=limit)
+    if graph.communicates and search:
+        yield improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN)
 
 
 def _latest(graph: WindowGraph, order: Sequence[int], work_us: float) -> frozenset[int]:
@@ -192,13 +207,13 @@ def _latest(graph: WindowGraph, order: Sequence[int], work_us: float) -> frozens
     return frozenset(result)
 
 
-def _reductions_first(graph: WindowGraph, held: Collection[int] = ()) -> list[float]:
+def _reductions_first(graph: WindowGraph, delayed: Collection[int] = ()) -> list[float]:
     """Urgencies in which what leads to one reduction and to nothing else comes before all else, but for what
-    is held."""
+    is delayed."""
     urgency = urgencies(graph)
     above_us = max(urgency, default=0.0)
     for index, own in enumerate(_leading_to_one(graph)):
-        if own and index not in held:
+        if own and index not in delayed:
             urgency[index] += above_us
     return urgency
 
@@ -228,6 +243,10 @@ DEFAULT = "improve"
 
 BUILT_IN = frozenset(POLICIES)
 """The policies of Stretto."""
+
+WITH_LAST_RUNS = frozenset({"list", "improve"})
+"""Policies with which last runs have orders of their own (`early_reductions`). "captured" is as captured, and
+of a user's own policy every run is as it says."""
 
 
 def register(name: str, policy: Policy) -> None:

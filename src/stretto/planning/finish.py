@@ -35,7 +35,7 @@ from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.depend import WindowGraph, make_graph
-from stretto.order.policies import captured_limit, early_reductions
+from stretto.order.policies import DEFAULT, captured_limit, early_reductions
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import Message, lower
 from stretto.planning.windows import as_short, lowered
@@ -141,10 +141,12 @@ def reductions_within(step: Step, context: Context) -> Step:
     that take least and have the memory that they need. Where those that use all memory of a rank have not,
     as what windows do to gradients is not counted in them, those that need no more than the captured one."""
     plan = lowered(step, context)
-    short = plan if step.short is step.schedule else lowered(as_short(step, context), context)
     for max_bytes in dict.fromkeys((step.max_bytes, None)):
-        tried = _last_orders(plan, max_bytes)
-        took_us = [_step_us(_with(short, windows)) for windows in tried] if len(tried) > 1 else [0.0]
+        tried = _last_orders(plan, max_bytes, search=context.order == DEFAULT)
+        if len(tried) == 1:
+            break
+        short = lowered(as_short(step, context), context)
+        took_us = [_step_us(_with(short, windows)) for windows in tried]
         faster = [at for at, us in enumerate(took_us) if us < took_us[0]]
         for at in sorted(faster, key=took_us.__getitem__):
             made = replace(step, windows={**plan.windows, **tried[at]})
@@ -155,9 +157,9 @@ def reductions_within(step: Step, context: Context) -> Step:
     return step
 
 
-def _last_orders(plan: Plan, max_bytes: int | None) -> list[Mapping[str, Window]]:
+def _last_orders(plan: Plan, max_bytes: int | None, search: bool) -> list[Mapping[str, Window]]:
     """What is tried: by name, windows with another order."""
-    early = _reordered(plan, max_bytes)
+    early = _reordered(plan, max_bytes, search)
     silent = {
         name: window
         for name, window in early.items()
@@ -200,7 +202,7 @@ def _step_us(plan: Plan) -> float:
         return inf
 
 
-def _reordered(plan: Plan, max_bytes: int | None) -> dict[str, Window]:
+def _reordered(plan: Plan, max_bytes: int | None, search: bool) -> dict[str, Window]:
     """By name, windows in which reductions start that have another order for it."""
     result: dict[str, Window] = {}
     for rank in range(plan.ranks):
@@ -208,7 +210,7 @@ def _reordered(plan: Plan, max_bytes: int | None) -> dict[str, Window]:
         graphs = {w.name: make_graph(plan.job, plan.costs, w, plan.schedule.stage_ranks) for w in starting}
         limits = {} if max_bytes is None else _limits(plan, rank, graphs, max_bytes)
         for name, graph in graphs.items():
-            order = early_reductions(graph, limits.get(name))
+            order = early_reductions(graph, limits.get(name), search=search)
             items = tuple(graph.nodes[index].item for index in order)
             if items != graph.window.items:
                 result[name] = replace(graph.window, items=items)

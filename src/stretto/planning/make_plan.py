@@ -29,7 +29,7 @@ from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
-from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
+from stretto.order.policies import BUILT_IN, DEFAULT, WITH_LAST_RUNS, policy_of
 from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
@@ -199,8 +199,7 @@ def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
 
 def _finished(step: Step, context: Context) -> Plan:
     """Steps 3 to 5. Raises PlanError for a step that cannot work."""
-    # A policy that the user chose orders last runs as well.
-    early = reductions_within(step, context) if context.order == DEFAULT else step
+    early = reductions_within(step, context) if context.order in WITH_LAST_RUNS else step
     draft = _with_messages(early, context)
     verify(draft, step.max_bytes)
     return replace(draft, prediction=predict(draft))

@@ -109,6 +109,7 @@ class Runner:
         self._frozen = [(known.name, parameter) for known, parameter in own if known.frozen]
         self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self.coordinates, self.device = self.tensors.coordinates, self.tensors.device
+        self._nothing = nn.Parameter(torch.empty(0, device=self.device))
         if self.device.type != plan.job.device:
             raise UsageError(
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
@@ -159,9 +160,10 @@ class Runner:
     # Parameters.
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        """This rank's parameters, each once. A rank whose stages have none gives one without elements, since
+        optimizers refuse to have nothing."""
+        own = [parameter for _, parameter in self.named_parameters()]
+        yield from own or [self._nothing]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters with their names in the model, each once, in the model's order.

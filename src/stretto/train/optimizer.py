@@ -21,8 +21,7 @@ def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.A
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        # A rank whose stages have nothing has a group too, of no parameters: PyTorch wants one.
-        [group for group in groups if group["params"]] or groups[:1],
+        [group for group in groups if group["params"]],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
