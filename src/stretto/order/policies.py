@@ -188,8 +188,11 @@ def _reductions_first(graph: WindowGraph) -> list[float]:
     return urgency
 
 
+CAPTURED = "captured"
+"""The policy that leaves windows as they are."""
+
 POLICIES: dict[str, Policy] = {
-    "captured": lambda graph: range(len(graph.nodes)),
+    CAPTURED: lambda graph: range(len(graph.nodes)),
     "list": list_order,
     "improve": improve_order,
 }

@@ -188,13 +188,17 @@ def _step_us(plan: Plan) -> float:
 
 
 def _reordered(plan: Plan) -> dict[str, Window]:
-    """By name, windows in which reductions start that have another order for it."""
+    """By name, windows in which reductions start that have another order for it. Equal windows share it."""
+    orders: dict[object, tuple[int, ...]] = {}
     result: dict[str, Window] = {}
     for name, window in plan.windows.items():
         if len(window.actions) in (0, len(window.parts)):
             continue
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        items = tuple(graph.nodes[index].item for index in early_reductions(graph))
+        key = graph.key()
+        if key not in orders:
+            orders[key] = early_reductions(graph)
+        items = tuple(graph.nodes[index].item for index in orders[key])
         if items != window.items:
             result[name] = replace(window, items=items)
     return result

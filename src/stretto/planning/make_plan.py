@@ -34,28 +34,26 @@ from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
     WORTH,
-    ShortStep,
     Tried,
     Variants,
     communicates,
     names,
     overlaps,
-    short_steps,
     ways,
     why_less,
 )
 from stretto.planning.finish import receives_ahead, reductions_within, sends_waited
 from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
-from stretto.planning.windows import at_once, lowered
+from stretto.planning.windows import lowered
 from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Description, describe, described
 from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
-from stretto.simulating import predict, simulate
+from stretto.simulating import predict
 from stretto.verifying import verify
-from stretto.verifying.memory import memory_faults
+from stretto.verifying.memory import memory_faults, peak_bytes
 
 
 def make_plan(
@@ -176,16 +174,10 @@ def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     pairs that need more are refused."""
     context = Context(prices, "captured", partial(_peaks, prices=prices))
     step = replace(step, asked="off" if step.asked == "off" else "local")
-    short: list[ShortStep] = []
-    for one in short_steps(step, context, [way for way in ways(step) if way != (at_once,)] or [(at_once,)]):
-        if isinstance(one, PlanError):
-            raise one
-        if isinstance(one, ShortStep):
-            short.append(one)
-    for apply in min(short, key=lambda one: one.timeline.step_us).way:
+    for apply in ways(step)[-1]:
         step = apply(step, context)
-    # Of a step at even speed: one by chance needs as many bytes, and a promise would take twelve of them.
-    return simulate(lowered(sends_waited(step, context), context)).peak_bytes
+    draft = lowered(sends_waited(step, context), context)
+    return tuple(peak_bytes(draft, rank) for rank in range(draft.ranks))
 
 
 def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
