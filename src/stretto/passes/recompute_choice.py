@@ -7,7 +7,7 @@
                 arXiv 2205.05198).
     gathers     All-gathers of the forward with what only moves their results (same, section 4.2.2).
     a limit     Storages, nothing left out; of each rank as few as bring its peak under the limit, by
-                bisection.
+                bisection by about what it is, and some more where it is exactly more.
 
 The order in which storages are dropped, the most bytes for each microsecond first (`StageChoice`):
 
@@ -45,8 +45,8 @@ MOVES = ("aten.clone.default",)
 
 WORDS = ("none", "selective", "full", "gathers")
 
-Peaks = Callable[[Job], Sequence[int]]
-"""The most bytes that each rank keeps when the job is planned."""
+Peaks = Callable[[Job, bool], Sequence[int]]
+"""The most bytes that each rank keeps when the job is planned, exactly or about (True)."""
 
 
 def recomputed(step: Step, context: Context) -> Step:
@@ -66,8 +66,8 @@ def recomputed(step: Step, context: Context) -> Step:
 def _recomputed(step: Step, context: Context) -> Step:
     job = step.job
 
-    def peaks(made: Job) -> Sequence[int]:
-        return context.peaks(replace(step, job=made))
+    def peaks(made: Job, about: bool) -> Sequence[int]:
+        return context.peaks(replace(step, job=made), about)
 
     made = recompute(job, job.recompute, context.costs_of(job), step.schedule, peaks)
     limits = [limit for limit in (job.recompute, step.max_bytes) if isinstance(limit, int)]
@@ -158,8 +158,8 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
                 again[step.stage] |= step.ops
         return repeat(job, again)
 
-    def over(counts: Sequence[int]) -> list[bool]:
-        peaks = peak_bytes(made(counts))
+    def over(counts: Sequence[int], about: bool = False) -> list[bool]:
+        peaks = peak_bytes(made(counts), about)
         lowest[:] = [min(pair) for pair in zip(lowest or peaks, peaks, strict=True)]
         return [peak > limit for peak in peaks]
 
@@ -192,7 +192,7 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
         )
     while any(e - b > max(1, len(s) // PROBES) for b, e, s in zip(below, enough, steps, strict=True)):
         tried = [(b + e) // 2 for b, e in zip(below, enough, strict=True)]
-        for rank, much in enumerate(over(tried)):
+        for rank, much in enumerate(over(tried, about=True)):
             if much:
                 below[rank] = tried[rank]
             else:

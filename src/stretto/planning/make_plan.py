@@ -39,11 +39,11 @@ from stretto.planning.choose import (
     communicates,
     names,
     overlaps,
-    ways,
     why_less,
 )
 from stretto.planning.finish import receives_ahead, reductions_within, sends_waited
 from stretto.planning.here import agree_on, plan_on_first
+from stretto.planning.peaks import Peaks
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
 from stretto.planning.windows import lowered
 from stretto.price.alike import ListedPricer
@@ -53,7 +53,7 @@ from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict
 from stretto.verifying import verify
-from stretto.verifying.memory import memory_faults, peak_bytes
+from stretto.verifying.memory import memory_faults
 
 
 def make_plan(
@@ -127,8 +127,7 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, wished.overlap)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=wished.overlap)
-    peaks = partial(_peaks, prices=prices)
-    return Variants(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
+    return Variants(step, Context(prices, wished.order, Peaks(prices), wished.effort, wished.watch))
 
 
 def variants_of(job: Job, cluster: Description, order: str) -> Variants:
@@ -167,17 +166,6 @@ def _finished_if_legal(
         variants.missing.append(f"{one.overlap} is refused: {error.faults[0]}")
     else:
         yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
-
-
-def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
-    """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
-    pairs that need more are refused."""
-    context = Context(prices, "captured", partial(_peaks, prices=prices))
-    step = replace(step, asked="off" if step.asked == "off" else "local")
-    for apply in ways(step)[-1]:
-        step = apply(step, context)
-    draft = lowered(sends_waited(step, context), context)
-    return tuple(peak_bytes(draft, rank) for rank in range(draft.ranks))
 
 
 def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
