@@ -71,7 +71,8 @@ def _recomputed(step: Step, context: Context) -> Step:
     def peaks(made: Job, about: bool) -> Sequence[int]:
         return context.peaks(replace(step, job=made), about)
 
-    made = recompute(job, job.recompute, context.costs_of(job), step.schedule, peaks)
+    choice = job.recompute if isinstance(job.recompute, str) else job.recompute - context.spare_bytes
+    made = recompute(job, choice, context.costs_of(job), step.schedule, peaks)
     limits = [limit for limit in (job.recompute, step.max_bytes) if isinstance(limit, int)]
     return replace(step, job=made, max_bytes=min(limits, default=None))
 

@@ -30,7 +30,7 @@ from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
-from stretto.passes.step import Context, Effort, Step, Watch
+from stretto.passes.step import Context, Effort, LeftOutError, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
     WORTH,
@@ -53,7 +53,11 @@ from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict
 from stretto.verifying import verify
-from stretto.verifying.memory import memory_faults
+from stretto.verifying.memory import MemoryFault, memory_faults
+
+ROOMS = 2
+"""Times that more is computed again where a limit of memory leaves messages no room. Assumed: the second is
+for what the first has changed."""
 
 
 def make_plan(
@@ -160,7 +164,7 @@ def _finished_if_legal(
     """The plan of a variant, or none where it is refused."""
     variants.context.watch.report(f"{names(one.variant)}: messages and proof")
     try:
-        made = _finished_anyway(partial(variants.step, one.variant), variants.context)
+        made = _finished_with_room(variants, one)
     except PlanError as error:
         refused.setdefault(one.overlap, error)
         variants.missing.append(f"{one.overlap} is refused: {error.faults[0]}")
@@ -168,18 +172,54 @@ def _finished_if_legal(
         yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
 
 
-def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
+def _finished_with_room(variants: Variants, one: Tried) -> Plan:
+    """The plan of a variant. Where it keeps a bit more than a limit that recomputation was to keep, as
+    messages are live for longer in the order of its ops, more is computed again."""
+    rooms = ROOMS if isinstance(variants.first.job.recompute, int) and one.overlap != "off" else 0
+    while True:
+        try:
+            return _finished_anyway(partial(variants.step, one.variant), variants.context, one.peak_bytes)
+        except PlanError as error:
+            roomier = _roomier(variants, one, error) if rooms and not variants.context.watch.stopped else None
+            if roomier is None:
+                raise
+            variants, rooms = roomier, rooms - 1
+
+
+def _roomier(variants: Variants, one: Tried, error: PlanError) -> Variants | None:
+    """Those in which a variant that is refused leaves room for what it has too much; None where it is refused
+    for something else, or where only waiting at once keeps so little."""
+    has = [fault.holds_bytes for fault in error.faults if isinstance(fault, MemoryFault)]
+    step = variants.step(one.variant) if has else variants.first
+    if not has or step.max_bytes is None:
+        return None
+    more = max(has) - step.max_bytes
+    variants.context.watch.report(f"{names(one.variant)}: {more:,} bytes more are computed again")
+    roomier = variants.roomier(2 * more)
+    try:
+        return roomier if roomier.step(one.variant).asked == step.asked else None
+    except (PlanError, LeftOutError):
+        return None
+
+
+def _finished_anyway(step: Callable[[], Step], context: Context, peak_bytes: int) -> Plan:
     """Steps 3 to 5, and once more after an interrupt that meant the search. step: makes it, which for all
     microbatches takes longer than for those by which variants were compared."""
     try:
-        return _finished(step(), context)
+        return _finished(step(), context, peak_bytes)
     except KeyboardInterrupt as error:
         context.watch.stop(error)
-    return _finished(step(), context)
+    return _finished(step(), context, peak_bytes)
 
 
-def _finished(step: Step, context: Context) -> Plan:
-    """Steps 3 to 5. Raises PlanError for a step that cannot work."""
+def _finished(step: Step, context: Context, peak_bytes: int) -> Plan:
+    """Steps 3 to 5. peak_bytes: of a rank, when sends are waited for at the end. Raises PlanError for a step
+    that cannot work."""
+    if step.max_bytes is not None and peak_bytes > step.max_bytes:
+        # What follows never needs less, and takes longer than this.
+        faults = memory_faults(lowered(sends_waited(step, context), context), step.max_bytes)
+        if faults:
+            raise PlanError("the plan cannot run", faults)
     # A policy that the user chose orders last runs as well.
     early = reductions_within(step, context) if context.order == DEFAULT else step
     draft = _with_messages(early, context)
