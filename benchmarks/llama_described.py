@@ -35,7 +35,7 @@ from stretto.verifying.memory import bytes_throughout
 
 DEVICE, TP, PP, DP, STAGES_A_RANK, MICROBATCHES, TOKENS = "h100", 8, 16, 128, 8, 16, 8192
 LAYERS, HIDDEN, VOCABULARY = 126, 16384, 128256
-CHUNKS = (1, 2)
+CHUNKS = (2,)
 PUBLISHED_TFLOPS, PUBLISHED_MFU = 400.0, 0.41
 
 
