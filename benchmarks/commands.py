@@ -307,6 +307,7 @@ SCRIPTS = {
     "context-described": "Long sequences that H100s share, predicted from the catalogue.",
     "fit-steps": "Fit the factors of a training step that no sheet says.",
     "grid": "What plans of 36 jobs promise and what planning takes, before and after a change.",
+    "llama-described": "Llama 3 405B on 16,384 H100, predicted from the catalogue, beside Meta's.",
     "moe-described": "Experts on 16 H100, predicted from the catalogue.",
     "moe-text": "A mixture of experts beside its dense equal, from the folders of two runs.",
 }

@@ -20,7 +20,7 @@ from stretto.ir.flow import OVER_STEP
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Arg, Job, Op, OverlapMode, Parameter, Ref, Shard, Stage, TensorSpec
 from stretto.planning.lower import lower
-from stretto.schedule.sums import around_starts
+from stretto.schedule.once import around_starts
 from tests.synthetic import ACTIVATION, WORK, chain
 
 WEIGHT = TensorSpec((512, 256), "float32")

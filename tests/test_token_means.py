@@ -19,7 +19,7 @@ from stretto.config import Parallel
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads
 from stretto.runtime.rehearse import rehearse
-from stretto.schedule.sums import with_reductions
+from stretto.schedule.once import with_once
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import (
     SMALL,
@@ -139,7 +139,7 @@ def test_counts_may_be_sums_of_weights_that_change() -> None:
         Chain(), weighted_batch(stretto.replicated(first)), weighted, Parallel(pp=2, dp=2, microbatches=2)
     )
     plan = plan_from_text(plan_to_text(lowered(job, "1f1b")))
-    assert with_reductions(plan.job, plan.schedule) == with_reductions(job, plan.schedule) == plan.job
+    assert with_once(plan.job, plan.schedule) == with_once(job, plan.schedule) == plan.job
 
     def mean(model: nn.Module, batch: Any) -> Tensor:
         total, count = weighted(model, batch)

@@ -13,7 +13,7 @@ GIVEN_UP = (
     # pattern from the start of a word on, what to write
     (r"places? of the pipeline|pipeline places?|joins_places|mesh\.place\(", "pipeline rank, pp_rank"),
     (r"place_link\b|PLACES\b|class Places", "pp_link, stage map"),
-    (r"with_sums\b|without_sums\b", "with_reductions, without_reductions"),
+    (r"with_sums\b|without_sums\b|with_reductions\b|without_reductions\b", "with_once, without_once"),
     (r"sums of gradients\b|gradient sums\b", "gradient reductions"),
     (r"summed_bytes\b", "reduced_bytes"),
     (r"tells_loss\b", "reduces_loss"),

@@ -37,7 +37,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.calibration import Calls, load_calibration
 from stretto.price.shared import WantedCollective, scaled
 from stretto.schedule.families import make_schedule
-from stretto.schedule.sums import with_reductions
+from stretto.schedule.once import with_once
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
@@ -170,7 +170,7 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
     assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
     assert all(second == 10.0 * first for first, second in found[0])
-    planned = with_reductions(job, make_schedule("1f1b", 2, job.microbatches))
+    planned = with_once(job, make_schedule("1f1b", 2, job.microbatches))
     assert Phase.REDUCE_GRAD in planned.stages[0].ops, "else nothing is left out"
     assert stretches(planned, {0: defaultdict(list, times)}) == found, (
         "sums run once a step, and are not timed"

@@ -22,7 +22,7 @@ def step_of(
     """The job's step, by default by 1F1B and without costs, and what passes may ask."""
     chosen = schedule or make_schedule("1f1b", len(job.stages), job.microbatches)
 
-    def most(step: Step) -> Sequence[int]:
+    def most(step: Step, about: bool) -> Sequence[int]:
         assert peaks is not None
         return peaks(step.job)
 

@@ -136,7 +136,7 @@ def test_the_best_bytes_for_the_time_come_first() -> None:
     times = {"cheap": 4.0, "dear": 30.0, "a": 1.0}
     op_us = {(0, o.name): times.get(o.name, 10.0) for ops in job.stages[0].ops.values() for o in ops}
     costs = Costs(op_us, {}, Link(1.0, 1.0), 0.0, "made up")
-    made = recompute(job, "selective", costs, choose_schedule(job, schedule="1f1b"), lambda _: [0])
+    made = recompute(job, "selective", costs, choose_schedule(job, schedule="1f1b"), lambda *_: [0])
     assert [o.repeats for o in made.stages[0].ops[Phase.I] if o.repeats] == ["a", "cheap"]
 
 

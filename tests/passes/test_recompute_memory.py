@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,18 @@ from stretto.capturing import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import PlanError
+from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.passes.recompute import is_repeated
+from stretto.passes.recompute_choice import recompute
+from stretto.passes.step import Step
+from stretto.planning import make_plan as make_plan_module
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.sums import with_reductions
+from stretto.planning.peaks import Peaks
+from stretto.planning.schedules import choose_schedule
+from stretto.schedule.once import with_once
 from tests.cells import slow
 from tests.clusters import cores_file
 from tests.order.test_order_equality import costs_of
@@ -71,7 +79,7 @@ def test_a_limit_is_kept_with_little_added_time(job: Job) -> None:
 
 def test_a_limit_that_is_no_limit_changes_no_op(job: Job) -> None:
     made = plan_of(job, 2**40)
-    assert made.job == with_reductions(replace(job, recompute=2**40), made.schedule)
+    assert made.job == with_once(replace(job, recompute=2**40), made.schedule)
     assert "recompute        to keep at most 1,099,511,627,776 bytes: nothing needs to" in str(made)
 
 
@@ -113,6 +121,53 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
         assert made == replace(off, overlap_why=f"overlap has more than recompute = {limit:,} bytes a rank")
         assert f"overlap          off: {made.overlap_why}" in str(made)
     assert "has more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
+
+
+def test_what_messages_need_beyond_a_limit_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of messages are live for longer than was reckoned: no reason to wait for everything at once."""
+    model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=2, context=16), seed=0)
+    batch = torch.zeros(4, 17, dtype=torch.int64)
+    job = capture(model, batch, next_token_loss, Parallel(pp=2, tp=2, microbatches=4))
+    costs = costs_of(job)
+
+    def within(choice: str | int) -> Plan:
+        return make_plan(replace(job, recompute=choice), costs, overlap="local")
+
+    limit = (max(peaks(within("none"))) + max(peaks(within("full")))) // 2
+    said: list[bool] = []
+
+    class Fewer(Peaks):
+        def __call__(self, step: Step, about: bool = False) -> Sequence[int]:
+            said.append(about)
+            return [peak * 99 // 100 for peak in super().__call__(step, about)]
+
+    monkeypatch.setattr(make_plan_module, "Peaks", Fewer)
+    made = within(limit)
+    assert made.overlap == "local"
+    assert max(peaks(made)) <= limit
+    assert said.count(False) < said.count(True), "most of the search for a limit simulates nothing"
+
+
+def test_a_limit_is_found_in_few_steps(job: Job) -> None:
+    costs = made_up_costs(job)
+    asked: list[Job] = []
+
+    def kept(made: Job, about: bool) -> list[int]:
+        """As if every rank had all that is not repeated, of four microbatches."""
+        asked.append(made)
+        repeated = [{op.repeats for op in stage.all_ops if is_repeated(op)} for stage in made.stages]
+        return [
+            4 * sum(op.nbytes for op in stage.ops[Phase.F] if op.name not in again)
+            for stage, again in zip(made.stages, repeated, strict=True)
+        ]
+
+    schedule = choose_schedule(job, schedule="1f1b")
+    most, least = (max(kept(recompute(job, word, costs, schedule, kept), True)) for word in ("none", "full"))
+    for limit in (least + (most - least) * part // 8 for part in range(1, 8)):
+        asked.clear()
+        made = recompute(job, limit, costs, schedule, kept)
+        assert len(asked) < 10
+        assert max(kept(made, True)) <= limit
 
 
 def test_the_plan_command_tells_it(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from tests.verifying.comm_plans import comm_job
 from stretto.ir.action import Phase
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.schedule.families import make_schedule
-from stretto.schedule.sums import with_reductions
+from stretto.schedule.once import with_once
 
 AXES = (("dp", 2), ("tp", 2))
 
 
 def program(job: Job, place: int = 0) -> tuple[Op, ...]:
     schedule = make_schedule("1f1b", len(job.stages), job.microbatches)
-    return with_reductions(job, schedule).stages[place].ops[Phase.REDUCE_GRAD]
+    return with_once(job, schedule).stages[place].ops[Phase.REDUCE_GRAD]
 
 
 def starts(job: Job) -> list[tuple[str, tuple[str, ...]]]:
@@ -47,7 +47,7 @@ def test_every_start_is_waited_for_before_the_next_sum_of_its_gradients() -> Non
 
 
 def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 2**30)
+    monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", 2**30)
     job = comm_job(1, 2, (("dp", 2),), blocks=2)
     [together] = [groups for lane, groups in starts(job) if lane == "dp"]
     assert len(together) == len(job.parameters)
@@ -60,6 +60,6 @@ def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_is_made_anew_for_another_placement() -> None:
     job = comm_job(2, 2, AXES, sequence=True, tied=True)
-    once = with_reductions(job, make_schedule("1f1b", 2, 2))
-    assert with_reductions(once, make_schedule("1f1b", 2, 2)) == once
+    once = with_once(job, make_schedule("1f1b", 2, 2))
+    assert with_once(once, make_schedule("1f1b", 2, 2)) == once
     assert once != job

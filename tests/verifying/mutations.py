@@ -18,7 +18,9 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
 from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, Ref, Shard, Stage
-from stretto.schedule.sums import CAT, SPLIT, around_starts
+from stretto.schedule.flat import CAT
+from stretto.schedule.flat import VIEWS as SPLIT
+from stretto.schedule.once import around_starts
 
 
 @dataclass(frozen=True)

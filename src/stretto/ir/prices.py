@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.collectives import Collective
 from stretto.ir.costs import Costs
 from stretto.ir.flow import given_specs
-from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
 
 Specs = Mapping[str, TensorSpec]
 """Value name -> spec, for values that are one tensor."""
@@ -126,6 +126,12 @@ def price_list(
 def specs_of(job: Job) -> dict[str, TensorSpec]:
     """Value name -> spec, for every value of the step that is one tensor."""
     return given_specs(job) | {op.name: op.spec for _, op in job.all_ops if op.spec is not None}
+
+
+def specs_within(job: Job, stage: Stage) -> dict[str, TensorSpec]:
+    """The same of what one stage reads and makes."""
+    received = {edge.value: edge.spec for edge in job.edges if edge.target == stage.index}
+    return given_specs(job) | received | {op.name: op.spec for op in stage.all_ops if op.spec is not None}
 
 
 def signature(op: Op, specs: Specs) -> str:

@@ -232,8 +232,11 @@ def _leading_to_one(graph: WindowGraph) -> list[bool]:
     return [one.bit_count() == 1 and bool(one & reductions) for one in leads]
 
 
+CAPTURED = "captured"
+"""The policy that leaves windows as they are."""
+
 POLICIES: dict[str, Policy] = {
-    "captured": lambda graph: range(len(graph.nodes)),
+    CAPTURED: lambda graph: range(len(graph.nodes)),
     "list": list_order,
     "improve": improve_order,
 }

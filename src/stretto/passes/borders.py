@@ -30,7 +30,7 @@ from functools import partial
 
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.prices import specs_of
+from stretto.ir.prices import specs_within
 from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part_of, rows_of
@@ -65,7 +65,7 @@ class _Border:
         self._job = job
         self._stage = stage
         self._size = job.size(AXIS)
-        self._specs: Mapping[str, TensorSpec] = specs_of(job)
+        self._specs: Mapping[str, TensorSpec] = specs_within(job, stage)
         self._ops = {op.name: op for op in stage.all_ops}
         self._users: Mapping[str, list[Op]] = users_of(self._ops.values())
         self._kept = {edge.value for edge in job.edges if edge.source == stage.index}

@@ -6,8 +6,8 @@
                 Products with weights and collectives are not repeated (Korthikanti et al. 2022,
                 arXiv 2205.05198).
     gathers     All-gathers of the forward with what only moves their results (same, section 4.2.2).
-    a limit     Storages, nothing left out; of each rank as few as bring its peak under the limit, by
-                bisection.
+    a limit     Storages, nothing left out; of each rank as few as bring its peak under the limit, found
+                by about what ranks keep, and some more where it is exactly more.
 
 The order in which storages are dropped, the most bytes for each microsecond first (`StageChoice`):
 
@@ -20,8 +20,10 @@ The order in which storages are dropped, the most bytes for each microsecond fir
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, cycle
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
@@ -37,7 +39,7 @@ SELECTIVE_SHARE = 0.05
 large transformer take of this order, each product with a weight more."""
 
 PROBES = 64
-"""The bisection for a limit ends when it is this share of a rank's steps from the fewest. Assumed: a plan is
+"""The search for a limit ends when it is this share of a rank's steps from the fewest. Assumed: a plan is
 made for each probe, and a 64th of the added time is not worth another."""
 
 MOVES = ("aten.clone.default",)
@@ -45,8 +47,8 @@ MOVES = ("aten.clone.default",)
 
 WORDS = ("none", "selective", "full", "gathers")
 
-Peaks = Callable[[Job], Sequence[int]]
-"""The most bytes that each rank keeps when the job is planned."""
+Peaks = Callable[[Job, bool], Sequence[int]]
+"""The most bytes that each rank keeps when the job is planned, exactly or about (True)."""
 
 
 def recomputed(step: Step, context: Context) -> Step:
@@ -66,10 +68,11 @@ def recomputed(step: Step, context: Context) -> Step:
 def _recomputed(step: Step, context: Context) -> Step:
     job = step.job
 
-    def peaks(made: Job) -> Sequence[int]:
-        return context.peaks(replace(step, job=made))
+    def peaks(made: Job, about: bool) -> Sequence[int]:
+        return context.peaks(replace(step, job=made), about)
 
-    made = recompute(job, job.recompute, context.costs_of(job), step.schedule, peaks)
+    choice = job.recompute if isinstance(job.recompute, str) else job.recompute - context.spare_bytes
+    made = recompute(job, choice, context.costs_of(job), step.schedule, peaks)
     limits = [limit for limit in (job.recompute, step.max_bytes) if isinstance(limit, int)]
     return replace(step, job=made, max_bytes=min(limits, default=None))
 
@@ -142,6 +145,26 @@ def _selective(stage: Stage, blocks: Blocks, costs: Costs) -> set[str]:
     return again
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """So many of a rank's steps, and its peak with them."""
+
+    count: int
+    peak: int
+
+
+def _between(few: _Probe, enough: _Probe, saved: Sequence[int], limit: int, turn: int, near: int) -> int:
+    """How many steps to try next: where the peak meets the limit if it falls as what is `saved` grows, a bit
+    more and then a bit less; and the middle, in case that it falls otherwise."""
+    middle = (few.count + enough.count) // 2
+    if turn == 2 or few.peak <= enough.peak:
+        return middle
+    share = (few.peak - limit) / (few.peak - enough.peak)
+    wanted = saved[few.count] + share * (saved[enough.count] - saved[few.count])
+    at = bisect_left(saved, wanted) + (near // 2 if turn == 0 else -1 - near // 2)
+    return min(max(at, few.count + 1), enough.count - 1)
+
+
 def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedule, peak_bytes: Peaks) -> Job:
     """The limit: of each rank's steps the fewest with which its peak is not above it."""
     result = [StageChoice(stage, blocks, costs, cheap_only=False).steps() for stage in job.stages]
@@ -149,6 +172,8 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
         list(merged([block for stage in schedule.stages_of(rank) for block in result[stage]]))
         for rank in range(schedule.ranks)
     ]
+    saved = [[0, *accumulate(step.nbytes for step in own)] for own in steps]
+    ranks = range(schedule.ranks)
     lowest: list[int] = []
 
     def made(counts: Sequence[int]) -> Job:
@@ -158,23 +183,29 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
                 again[step.stage] |= step.ops
         return repeat(job, again)
 
+    def peaks(counts: Sequence[int], about: bool = False) -> Sequence[int]:
+        found = peak_bytes(made(counts), about)
+        if not about:
+            lowest[:] = [min(pair) for pair in zip(lowest or found, found, strict=True)]
+        return found
+
     def over(counts: Sequence[int]) -> list[bool]:
-        peaks = peak_bytes(made(counts))
-        lowest[:] = [min(pair) for pair in zip(lowest or peaks, peaks, strict=True)]
-        return [peak > limit for peak in peaks]
+        return [peak > limit for peak in peaks(counts)]
 
     # below[rank] steps are too few, enough[rank] are not.
-    below = [0] * schedule.ranks
-    too_much = over(below)
+    below = [_Probe(0, peak) for peak in peaks([0] * schedule.ranks)]
+    too_much = [one.peak > limit for one in below]
     if not any(too_much):
         return job
     enough = [len(steps[rank]) if much else 0 for rank, much in enumerate(too_much)]
-    cannot = over(enough)
+    found = peaks(enough, about=True)
+    cannot = over(enough) if max(found) > limit else [False for _ in ranks]
     for part in (1, 2, 3):
         # Repeating all of it at once may itself need the most.
         if any(cannot):
-            tried = [len(steps[r]) * part // 4 if cannot[r] else enough[r] for r in range(schedule.ranks)]
-            still = over(tried)
+            tried = [len(steps[r]) * part // 4 if cannot[r] else enough[r] for r in ranks]
+            found = peaks(tried)
+            still = [peak > limit for peak in found]
             enough = [
                 t if c and not s else e for e, t, c, s in zip(enough, tried, cannot, still, strict=True)
             ]
@@ -186,17 +217,24 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
                 f"rank {rank} needs at least {lowest[rank]:,} bytes, even when its backward computes again "
                 "all that it can. Allow as much, or use more stages, smaller microbatches or a schedule with "
                 "fewer live microbatches"
-                for rank in range(schedule.ranks)
+                for rank in ranks
                 if cannot[rank]
             ],
         )
-    while any(e - b > max(1, len(s) // PROBES) for b, e, s in zip(below, enough, steps, strict=True)):
-        tried = [(b + e) // 2 for b, e in zip(below, enough, strict=True)]
-        for rank, much in enumerate(over(tried)):
-            if much:
-                below[rank] = tried[rank]
-            else:
-                enough[rank] = tried[rank]
+    least = [_Probe(*pair) for pair in zip(enough, found, strict=True)]
+    near = [max(1, len(own) // PROBES) for own in steps]
+    for turn in cycle(range(3)):
+        apart = [least[r].count - below[r].count > near[r] for r in ranks]
+        if not any(apart):
+            break
+        tried = [
+            _between(below[r], least[r], saved[r], limit, turn, near[r]) if apart[r] else least[r].count
+            for r in ranks
+        ]
+        for r, peak in enumerate(peaks(tried, about=True)):
+            if apart[r]:
+                (below if peak > limit else least)[r] = _Probe(tried[r], peak)
+    enough = [one.count for one in least]
     # When a message leaves depends on other ranks too, and with it how long its buffer lives.
     for _ in range(PROBES):
         too_much = over(enough)

@@ -154,13 +154,16 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What passes may ask. order: the policy that orders ops in windows. peaks: the most bytes that each rank
-    uses when a step is planned. effort: how long orders are searched for; watch: who waits for the plan."""
+    uses when a step is planned, exactly or about (True), which takes less time. effort: how long orders are
+    searched for; watch: who waits for the plan. spare_bytes: of a limit of memory, what is left to messages,
+    of which no one knows yet when they are sent."""
 
     prices: Prices
     order: str
-    peaks: Callable[[Step], Sequence[int]]
+    peaks: Callable[[Step, bool], Sequence[int]]
     effort: Effort = field(default_factory=Effort)
     watch: Watch = field(default_factory=Watch, repr=False)
+    spare_bytes: int = 0
     _known: dict[object, object] = field(default_factory=dict, repr=False)
 
     def costs_of(self, job: Job) -> Costs:

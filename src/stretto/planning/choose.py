@@ -163,6 +163,11 @@ class Variants:
             raise result
         return result
 
+    def roomier(self, spare_bytes: int) -> Variants:
+        """Those that leave so much more of a limit of memory to messages."""
+        context = self.context
+        return Variants(self.first, replace(context, spare_bytes=context.spare_bytes + spare_bytes))
+
     def best_first(self) -> list[Tried]:
         """All that the step may be; the last is what waits for everything at once, where there is nothing to
         compare it with. At an interrupt (`stretto.passes.step`), what there is.

@@ -203,15 +203,18 @@ def _step_us(plan: Plan) -> float:
 
 
 def _reordered(plan: Plan, max_bytes: int | None, search: bool) -> dict[str, Window]:
-    """By name, windows in which reductions start that have another order for it."""
+    """By name, windows in which reductions start that have another order for it. Equal windows share it."""
+    orders: dict[object, tuple[int, ...]] = {}
     result: dict[str, Window] = {}
     for rank in range(plan.ranks):
         starting = [w for _, _, w in plan.runs(rank) if 0 < len(w.actions) < len(w.parts)]
         graphs = {w.name: make_graph(plan.job, plan.costs, w, plan.schedule.stage_ranks) for w in starting}
         limits = {} if max_bytes is None else _limits(plan, rank, graphs, max_bytes)
         for name, graph in graphs.items():
-            order = early_reductions(graph, limits.get(name), search=search)
-            items = tuple(graph.nodes[index].item for index in order)
+            key = graph.key(), limits.get(name)
+            if key not in orders:
+                orders[key] = early_reductions(graph, limits.get(name), search=search)
+            items = tuple(graph.nodes[index].item for index in orders[key])
             if items != graph.window.items:
                 result[name] = replace(graph.window, items=items)
     return result

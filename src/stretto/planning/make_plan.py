@@ -30,31 +30,34 @@ from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, WITH_LAST_RUNS, policy_of
-from stretto.passes.step import Context, Effort, Step, Watch
+from stretto.passes.step import Context, Effort, LeftOutError, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
     WORTH,
-    ShortStep,
     Tried,
     Variants,
     communicates,
     names,
     overlaps,
-    short_steps,
-    ways,
     why_less,
 )
 from stretto.planning.finish import receives_ahead, reductions_within, sends_waited
 from stretto.planning.here import agree_on, plan_on_first
+from stretto.planning.peaks import Peaks
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
-from stretto.planning.windows import at_once, lowered
+from stretto.planning.windows import lowered
 from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Description, describe, described
 from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.once import without_once
-from stretto.simulating import predict, simulate
+from stretto.simulating import predict
 from stretto.verifying import verify
+from stretto.verifying.memory import MemoryFault, memory_faults
+
+ROOMS = 2
+"""Times that more is computed again where a limit of memory leaves messages no room. Assumed: the second is
+for what the first has changed."""
 
 
 def make_plan(
@@ -128,8 +131,7 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, wished.overlap)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=wished.overlap)
-    peaks = partial(_peaks, prices=prices)
-    return Variants(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
+    return Variants(step, Context(prices, wished.order, Peaks(prices), wished.effort, wished.watch))
 
 
 def variants_of(job: Job, cluster: Description, order: str) -> Variants:
@@ -162,7 +164,7 @@ def _finished_if_legal(
     """The plan of a variant, or none where it is refused."""
     variants.context.watch.report(f"{names(one.variant)}: messages and proof")
     try:
-        made = _finished_anyway(partial(variants.step, one.variant), variants.context)
+        made = _finished_with_room(variants, one)
     except PlanError as error:
         refused.setdefault(one.overlap, error)
         variants.missing.append(f"{one.overlap} is refused: {error.faults[0]}")
@@ -170,35 +172,54 @@ def _finished_if_legal(
         yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
 
 
-def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
-    """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
-    pairs that need more are refused."""
-    context = Context(prices, "captured", partial(_peaks, prices=prices))
-    step = replace(step, asked="off" if step.asked == "off" else "local")
-    short: list[ShortStep] = []
-    for one in short_steps(step, context, [way for way in ways(step) if way != (at_once,)] or [(at_once,)]):
-        if isinstance(one, PlanError):
-            raise one
-        if isinstance(one, ShortStep):
-            short.append(one)
-    for apply in min(short, key=lambda one: one.timeline.step_us).way:
-        step = apply(step, context)
-    # Of a step at even speed: one by chance needs as many bytes, and a promise would take twelve of them.
-    return simulate(lowered(sends_waited(step, context), context)).peak_bytes
+def _finished_with_room(variants: Variants, one: Tried) -> Plan:
+    """The plan of a variant. Where it keeps a bit more than a limit that recomputation was to keep, as
+    messages are live for longer in the order of its ops, more is computed again."""
+    rooms = ROOMS if isinstance(variants.first.job.recompute, int) and one.overlap != "off" else 0
+    while True:
+        try:
+            return _finished_anyway(partial(variants.step, one.variant), variants.context, one.peak_bytes)
+        except PlanError as error:
+            roomier = _roomier(variants, one, error) if rooms and not variants.context.watch.stopped else None
+            if roomier is None:
+                raise
+            variants, rooms = roomier, rooms - 1
 
 
-def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
+def _roomier(variants: Variants, one: Tried, error: PlanError) -> Variants | None:
+    """Those in which a variant that is refused leaves room for what it has too much; None where it is refused
+    for something else, or where only waiting at once keeps so little."""
+    has = [fault.holds_bytes for fault in error.faults if isinstance(fault, MemoryFault)]
+    step = variants.step(one.variant) if has else variants.first
+    if not has or step.max_bytes is None:
+        return None
+    more = max(has) - step.max_bytes
+    variants.context.watch.report(f"{names(one.variant)}: {more:,} bytes more are computed again")
+    roomier = variants.roomier(2 * more)
+    try:
+        return roomier if roomier.step(one.variant).asked == step.asked else None
+    except (PlanError, LeftOutError):
+        return None
+
+
+def _finished_anyway(step: Callable[[], Step], context: Context, peak_bytes: int) -> Plan:
     """Steps 3 to 5, and once more after an interrupt that meant the search. step: makes it, which for all
     microbatches takes longer than for those by which variants were compared."""
     try:
-        return _finished(step(), context)
+        return _finished(step(), context, peak_bytes)
     except KeyboardInterrupt as error:
         context.watch.stop(error)
-    return _finished(step(), context)
+    return _finished(step(), context, peak_bytes)
 
 
-def _finished(step: Step, context: Context) -> Plan:
-    """Steps 3 to 5. Raises PlanError for a step that cannot work."""
+def _finished(step: Step, context: Context, peak_bytes: int) -> Plan:
+    """Steps 3 to 5. peak_bytes: of a rank, when sends are waited for at the end. Raises PlanError for a step
+    that cannot work."""
+    if step.max_bytes is not None and peak_bytes > step.max_bytes:
+        # What follows never needs less, and takes longer than this.
+        faults = memory_faults(lowered(sends_waited(step, context), context), step.max_bytes)
+        if faults:
+            raise PlanError("the plan cannot run", faults)
     early = reductions_within(step, context) if context.order in WITH_LAST_RUNS else step
     draft = _with_messages(early, context)
     verify(draft, step.max_bytes)

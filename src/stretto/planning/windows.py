@@ -10,7 +10,7 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
-from stretto.order.policies import WindowOrders
+from stretto.order.policies import CAPTURED, WindowOrders
 from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowed
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
@@ -51,11 +51,11 @@ def ordered(step: Step, context: Context) -> Step:
         costs, share = context.costs_of(step.job), context.effort.part(_step_us(step, context))
         return WindowOrders(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
 
-    plain = context.once(step.job, ("orders", context.order, step.schedule.stage_ranks), orders)
-    windows = {
-        name: step.windows[name] if name in step.windows else plain.ordered(window)
-        for name, window in captured_windows(step.job, step.schedule).items()
-    }
+    captured = captured_windows(step.job, step.schedule)
+    windows = {name: step.windows.get(name, window) for name, window in captured.items()}
+    if context.order != CAPTURED:
+        plain = context.once(step.job, ("orders", context.order, step.schedule.stage_ranks), orders)
+        windows |= {n: plain.ordered(one) for n, one in captured.items() if n not in step.windows}
     return replace(step, windows=windows)
 
 

@@ -23,12 +23,17 @@ VIEWS, COPIES = "aten.split_with_sizes.default", "aten.split_with_sizes_copy.def
 T = TypeVar("T")
 
 
+def is_large(nbytes: int) -> bool:
+    """Whether so much travels by itself."""
+    return nbytes >= LARGE_BYTES
+
+
 def in_buckets(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[Sequence[T]]:
     """Those that travel together, in their order."""
     first = total = 0
     for at, item in enumerate(items, 1):
         total += nbytes(item)
-        if total >= LARGE_BYTES or at == len(items):
+        if is_large(total) or at == len(items):
             yield items[first:at]
             first, total = at, 0
 

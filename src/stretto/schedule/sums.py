@@ -38,7 +38,7 @@ from stretto.ir.program import (
     Shard,
     TensorSpec,
 )
-from stretto.schedule.flat import LARGE_BYTES, in_buckets, side_by_side, taken_apart, viewed, with_rows
+from stretto.schedule.flat import in_buckets, is_large, side_by_side, taken_apart, viewed, with_rows
 
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
@@ -157,7 +157,7 @@ class _RankReductions:
 
         for name in names:
             group = self._groups[name]
-            if self._specs[name].nbytes >= LARGE_BYTES:
+            if is_large(self._specs[name].nbytes):
                 add([name])
             else:
                 small[group.home, group.parameter.grad_dtype, group.parameter.kept].append(name)

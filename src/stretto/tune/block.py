@@ -129,7 +129,7 @@ def block_of(
         made = job
         if isinstance(word, str) and word != "none":
             try:
-                made = recompute(job, word, costs, schedule, lambda _: ())
+                made = recompute(job, word, costs, schedule, lambda *_: ())
             except PlanError:
                 continue
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
