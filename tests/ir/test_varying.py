@@ -8,7 +8,7 @@ from stretto.ir.placed_programs import place_all, placers_of
 from stretto.ir.program import Op, Ref, Shard, TensorSpec
 
 SPEC = TensorSpec((4, 4), "float32")
-SHARDS = {"w": Shard("tp", 0)}
+SHARDS = {"param/w": Shard("tp", 0)}
 
 
 def op(name: str, target: str, *args: object) -> Op:

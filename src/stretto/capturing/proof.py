@@ -19,7 +19,7 @@ from stretto.capturing.graph import GRAD
 from stretto.errors import CaptureError
 from stretto.ir.placed_programs import place_all, placers_of
 from stretto.ir.placement import LOCAL, is_thin
-from stretto.ir.program import Shard
+from stretto.ir.program import PARAM, Shard
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.layout.program import StepProgram
 
@@ -31,7 +31,9 @@ class Proof:
         self._specs = dict(program.given)
         self._made = {op.name: op for op, _ in program.ops}
         self._shards, self._roots = shards, program.roots
-        (self._placer,) = placers = placers_of(AXIS, size, shards)
+        (self._placer,) = placers = placers_of(
+            AXIS, size, {PARAM + name: one for name, one in shards.items()}
+        )
         for _, op, trouble in place_all([list(self._made.values())], placers, self._specs):
             raise CaptureError(
                 f"{self._where(op.name)} cannot be computed in parts: {op.name} ({op.target}) {trouble}. "

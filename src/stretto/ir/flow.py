@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.ir.action import Phase
-from stretto.ir.kept import shard_spec
+from stretto.ir.kept import added_spec, shard_spec
 from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS, Job, Op, Stage, TensorSpec
 
 OVER_STEP = (GRAD, STEP_LOSS)
@@ -29,7 +29,7 @@ def given_specs(job: Job) -> dict[str, TensorSpec]:
     result |= {f"const/{c.name}": c.spec for c in job.constants}
     result |= {f"batch/{name}": spec for name, spec in job.batch}
     trained = {p.tied_to for p in job.parameters if p.grads}
-    result |= {GRAD + p.name: p.grad_spec for p in job.parameters if p.tied_to in trained}
+    result |= {GRAD + p.name: added_spec(job, p) for p in job.parameters if p.tied_to in trained}
     return result | {"tangent": job.loss_spec, STEP_LOSS: job.loss_spec}
 
 

@@ -62,6 +62,11 @@ def kept_spec(job: Job, parameter: Parameter, number: int = 0) -> TensorSpec:
     return TensorSpec(shape if parameter.spec.shape or first == end else (), parameter.grad_dtype)
 
 
+def added_spec(job: Job, parameter: Parameter) -> TensorSpec:
+    """What a rank's ops add up as the parameter's gradient."""
+    return shard_spec(job, parameter) if parameter.scattered else parameter.grad_spec
+
+
 def shard_spec(job: Job, parameter: Parameter) -> TensorSpec:
     """What programs have of a part, in the dtype of the model's own parameter: with its padding, and with a
     dim of rows."""

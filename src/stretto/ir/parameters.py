@@ -134,6 +134,7 @@ class Parameter:
         that the loss does not depend on.
     kept: axes over whose ranks the rows of `spec` are kept (`stretto.ir.kept`), of the parameter, its
         gradient and the optimizer's state alike; in the order in which a gradient is scattered over them.
+    scattered: whether what `grads` names is this rank's rows already, summed over the axes of `kept`.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Parameter:
     partial: tuple[str, ...] = ()
     frozen: bool = False
     kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
+    scattered: bool = field(default=False, metadata=WHERE_SET)
 
     @property
     def is_made(self) -> bool:

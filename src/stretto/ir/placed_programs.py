@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from stretto.ir.flow import PHASES, given_specs
 from stretto.ir.placement import LOCAL, PlacementError, part
 from stretto.ir.placements import Placer
-from stretto.ir.program import Job, Op, Shard, TensorSpec
+from stretto.ir.program import PARAM, SHARD, Job, Op, Shard, TensorSpec
 
 
 def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer]:
-    """What places the ops of a program whose parameters are sharded so. shards: parameter -> its shard along
-    the axis.
+    """What places the ops of a program whose parameters are sharded so. shards: by `shards_of`.
 
     One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks
     in a row) they are equal. Raises ValueError where different numbers of ranks share.
@@ -32,7 +31,7 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer
             axis,
             size,
             {
-                f"param/{name}": part(shard.dim, shard.blocks)
+                name: part(shard.dim, shard.blocks)
                 for name, shard in shards.items()
                 if number == 0 or shard.copies == 1
             },
@@ -98,5 +97,13 @@ def differing_in(job: Job, axis: str) -> set[str]:
 
 
 def shards_of(job: Job, axis: str) -> dict[str, Shard]:
-    """Parameter -> how it is sharded along an axis, of those that are."""
-    return {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == axis}
+    """Parameter (`param/a`, and `shard/a`, what is kept of it) -> how it is sharded along an axis, of those
+    that are."""
+    result: dict[str, Shard] = {}
+    for parameter in job.parameters:
+        for shard in parameter.shards:
+            if shard.axis == axis:
+                result[PARAM + parameter.name] = result[SHARD + parameter.tied_to] = shard
+        if axis in parameter.kept:
+            result[SHARD + parameter.tied_to] = Shard(axis, 0)
+    return result

@@ -79,6 +79,7 @@ FILLS = frozenset(
 SIDE_BY_SIDE = "aten._chunk_cat.default"
 """Tensors of any placement, in one flat tensor, in which each keeps its own."""
 
+SLICE = "aten.slice.Tensor"
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
 SPLITS = frozenset(
     f"aten.{name}" for name in ("split.Tensor", "split_with_sizes.default", "split_with_sizes_copy.default")
@@ -137,6 +138,10 @@ class Placer:
         self.along = along or size
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
+        self._shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+        """Flat tensor -> the shapes of what is side by side in it."""
+        self._taken: dict[str, tuple[Placement, tuple[int, ...]]] = {}
+        """What is taken out of one -> how it is placed in its own shape."""
         self._known: dict[Any, tuple[Placement, ...]] = {}
 
     def of(self, name: str) -> Placement:
@@ -149,6 +154,24 @@ class Placer:
         if len(result) > 1:
             self._tuples[op.name] = result
         self.values[op.name] = result[0]
+        self._side_by_side(op, specs)
+
+    def _side_by_side(self, op: Op, specs: Mapping[str, TensorSpec]) -> None:
+        """Remember what is side by side in a flat tensor: a slice of it is one in its own shape alone."""
+        if op.target == SIDE_BY_SIDE:
+            self._shapes[op.name] = tuple(specs[name].shape for name in refs(op.args))
+        elif op.uses and op.uses[0] in self._shapes:
+            shapes = self._shapes[op.uses[0]]
+            if op.target == GETITEM:
+                kept = self.values[op.name]
+                self._taken[op.name] = kept, shapes[int(op.args[1])]
+                self.values[op.name] = LOCAL if kept.kind == "part" else kept
+            elif op.target in (*STARTS, WAIT, *SPLITS):
+                self._shapes[op.name] = shapes
+                if len(shapes) == 1:
+                    self._taken[op.name] = self.values[op.name], shapes[0]
+        if op.target in (*VIEW_OPS, SLICE) and op.uses[0] in self._taken:
+            self._taken[op.name] = self._taken[op.uses[0]]
 
     def _placed(self, op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Placement, ...]:
         if op.target in STARTS:
@@ -157,10 +180,13 @@ class Placer:
         if op.target == WAIT:
             return self._pieces(op.args[0].name)
         if op.target == SIDE_BY_SIDE:
-            pieces = (self.of(name) for name in refs(op.args))  # of a slice, not where it is
-            return tuple(LOCAL if kept.kind == "part" else kept for kept in pieces)
-        if op.target in SPLITS and op.uses[0] in self._tuples:
+            return tuple(self.of(name) for name in refs(op.args))
+        if op.target in SPLITS and op.uses[0] in self._shapes:
             return self._pieces(op.uses[0])
+        if op.target in (*VIEW_OPS, SLICE) and op.uses[0] in self._taken:
+            kept, shape = self._taken[op.uses[0]]
+            again = op.target != SLICE and op.made.shape[1:] == shape[1:]
+            return (kept if kept.kind != "part" or again else LOCAL,)
         if op.target == INDEX:
             return (LOCAL if op.args[-2] == self._axis else EQUAL,)
         if op.target == CHUNK:
@@ -256,7 +282,7 @@ class Placer:
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
         rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
-        if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
+        if op.target in SPLITS or (rule is None and op.target == SLICE):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
             if _to_own_keys(op, given):

@@ -22,6 +22,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from stretto.ir.flow import PHASES, is_external, results_of
+from stretto.ir.kept import added_spec
 from stretto.ir.program import GETITEM, Job, Op, TensorSpec
 
 
@@ -98,7 +99,8 @@ def partial_sums(job: Job, stage: int) -> dict[str, tuple[PartialSum, ...]]:
                 dtype = parameter.own_dtype or parameter.spec.dtype
                 kept = owned and spec is not None and spec.dtype == dtype and not is_expanded(spec)
                 product = kept and op is not None and op.target in PRODUCTS
-                made.append(PartialSum(name, dtype, parameter.grad_nbytes, product, not kept))
+                nbytes = added_spec(job, parameter).nbytes
+                made.append(PartialSum(name, dtype, nbytes, product, not kept))
             if made:
                 result[value] = tuple(made)
     return result

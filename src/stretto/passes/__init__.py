@@ -24,6 +24,7 @@ from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
 from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
 from stretto.passes.sequence_first import sequence_first
+from stretto.passes.sharded_state import sharded_state
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
 
@@ -56,6 +57,7 @@ STEP_PASSES = (
     OfStep(sent_once),  # a value that several stages of a rank read is sent there once
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
     OfStep(recomputed),  # what the backward computes again instead of keeping it
+    OfStep(sharded_state),  # parameters are gathered where they are read, gradients scattered where made
 )
 
 

@@ -15,6 +15,7 @@ from stretto.backend.specs import constants_of
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, WITHIN
 from stretto.ir.collectives import KINDS
+from stretto.ir.kept import added_spec
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS
@@ -220,7 +221,7 @@ class RankState:
         k = self._numbers[name]
         kept = self.grads.get(k)
         if kept is None:
-            shape = self.plan.job.parameters[k].spec.shape
+            shape = added_spec(self.plan.job, self.plan.job.parameters[k]).shape
             kept = torch.zeros(shape, dtype=self._grad_dtype[k], device=self.device)
         self.grads[k] = kept = kept.contiguous()
         return kept

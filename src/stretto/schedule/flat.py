@@ -8,9 +8,11 @@ as many parts, padded with zeros to equal ones, and has some columns, as FSDP2 l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from stretto.ir.program import GETITEM, VIEW, Op, Ref, TensorSpec
+from stretto.ir.collectives import REDUCE_SCATTER
+from stretto.ir.program import GETITEM, VIEW, WAIT, Op, Ref, TensorSpec
 
 LARGE_BYTES = 4 * 2**20
 """What has at least so many bytes travels by itself. Assumed: its transfer takes far longer than a
@@ -26,6 +28,23 @@ T = TypeVar("T")
 def is_large(nbytes: int) -> bool:
     """Whether so much travels by itself."""
     return nbytes >= LARGE_BYTES
+
+
+def bucketed(
+    items: Sequence[T], nbytes: Callable[[T], int], like: Callable[[T], object]
+) -> list[Sequence[T]]:
+    """Large ones by themselves, and small ones that are alike together, by the first of each."""
+    small: dict[object, list[T]] = {}
+    result: list[Sequence[T]] = []
+    for item in items:
+        if is_large(nbytes(item)):
+            result.append([item])
+        else:
+            small.setdefault(like(item), []).append(item)
+    for alike in small.values():
+        result += in_buckets(alike, nbytes)
+    places = {id(item): at for at, item in enumerate(items)}
+    return sorted(result, key=lambda bucket: places[id(bucket[0])])
 
 
 def in_buckets(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[Sequence[T]]:
@@ -62,3 +81,55 @@ def taken_apart(name: str, flat: str, spec: TensorSpec, sizes: Sequence[int], al
         Op(parts, target, (Ref(flat), tuple(sizes), 1), (), specs, alias),
         *(Op(f"{name}.{at}", GETITEM, (Ref(parts), at), (), (one,), alias) for at, one in enumerate(specs)),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A collective of several tensors. lead: ops that end with the start; tail: those that begin with the
+    wait. values, specs: what becomes of each."""
+
+    lead: list[Op]
+    tail: list[Op]
+    values: list[str] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+
+
+def scattered(
+    name: str,
+    axis: str,
+    size: int,
+    parts: int,
+    sources: Sequence[str],
+    given: Sequence[TensorSpec],
+    writes: Sequence[str | None],
+) -> Moved:
+    """The sum of tensors over an axis, of which each rank gets its rows. parts: in how many the rows are to
+    be cut, by this axis and others that follow; given: of the sources; writes: `Op.writes` of what becomes of
+    each."""
+    target, total = REDUCE_SCATTER.target, f"{name}.sum"
+    first = replace(given[0], stride=None)
+    if len(given) == 1 and first.shape and first.shape[0] % parts == 0:
+        made = replace(first, shape=(first.shape[0] // size, *first.shape[1:]))
+        start = Op(name, target, (Ref(sources[0]), "sum", axis, size), (), (made,))
+        tail = [Op(total, WAIT, (Ref(name),), (), (made,), name, writes=writes[0])]
+        return Moved([start], tail, [total], [made])
+    lead: list[Op] = []
+    rowed: list[str] = []
+    specs: list[TensorSpec] = []
+    for at, (source, spec) in enumerate(zip(sources, given, strict=True)):
+        lead += with_rows(f"{name}.{at}", source, spec)
+        rowed.append(source if spec.shape else lead[-1].name)
+        rows = -(-(spec.shape[0] if spec.shape else 1) // parts)
+        specs.append(TensorSpec((rows * (parts // size), *spec.shape[1:]), spec.dtype))
+    sizes = [spec.numel * size // parts for spec in specs]
+    flat = TensorSpec((parts, sum(sizes)), first.dtype)
+    made = replace(flat, shape=(parts // size, sum(sizes)))
+    lead.append(side_by_side(f"{name}.flat", rowed, parts, flat))
+    lead.append(Op(name, target, (Ref(f"{name}.flat"), "sum", axis, size), (), (made,)))
+    alias = name if parts == size else None
+    tail = [Op(total, WAIT, (Ref(name),), (), (made,), name), *taken_apart(name, total, made, sizes, alias)]
+    values = [f"{name}.{at}.grad" for at in range(len(specs))]
+    for at, (value, spec) in enumerate(zip(values, specs, strict=True)):
+        here = f"{name}.{at}"
+        tail.append(viewed(value, here, spec, alias or here, writes=writes[at]))
+    return Moved(lead, tail, values, specs)

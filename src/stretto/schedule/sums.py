@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import ALL_REDUCE, KINDS, REDUCE_SCATTER, Kind
-from stretto.ir.kept import part_rows
+from stretto.ir.kept import added_spec
 from stretto.ir.plan import LOSS
 from stretto.ir.program import (
     FREE,
@@ -38,7 +38,16 @@ from stretto.ir.program import (
     Shard,
     TensorSpec,
 )
-from stretto.schedule.flat import in_buckets, is_large, side_by_side, taken_apart, viewed, with_rows
+from stretto.schedule.flat import (
+    Moved,
+    in_buckets,
+    is_large,
+    scattered,
+    side_by_side,
+    taken_apart,
+    viewed,
+    with_rows,
+)
 
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
@@ -91,7 +100,7 @@ class _RankReductions:
         self._tied = {name: tied[name] for name in sorted(tied) if name in self._groups}
         self._numbers: Counter[str] = Counter()
         self._merged: set[str] = set()
-        self._specs = {name: group.parameter.grad_spec for name, group in self._groups.items()}
+        self._specs = {name: added_spec(job, group.parameter) for name, group in self._groups.items()}
 
     def ops(self) -> Iterator[Op]:
         """Starts with what leads to them, and waits with what follows, round by round."""
@@ -101,7 +110,7 @@ class _RankReductions:
             for reduction in reductions:
                 yield from reduction.tail
 
-    def _rounds(self) -> Iterator[list[Reduction]]:
+    def _rounds(self) -> Iterator[list[Moved]]:
         """Of each gradient the first reduction in the first round, the second in the second, and so on."""
         chains = {name: self._chain(name) for name in self._groups}
         for turn in range(max(map(len, chains.values()), default=0) or 1):
@@ -123,7 +132,8 @@ class _RankReductions:
         """What a gradient is reduced by, in order: it is scattered first, so that all else is of parts."""
         parameter, partial = self._groups[name].parameter, self._groups[name].partial
         axes = [axis for axis in sorted(partial) if axis not in parameter.kept]
-        chain: list[_Step] = [(REDUCE_SCATTER.name, axis) for axis in parameter.kept]
+        kept = () if parameter.scattered else parameter.kept
+        chain: list[_Step] = [(REDUCE_SCATTER.name, axis) for axis in kept]
         chain += [(ALL_REDUCE.name, axis) for axis in axes]
         chain += [(ALL_REDUCE.name, TIED + name)] if name in self._tied else []
         over = (*parameter.kept, *partial, *(shard.axis for shard in parameter.shards))
@@ -134,21 +144,21 @@ class _RankReductions:
         axes = self._job.data_axes
         return (True, axes.index(lane)) if lane in axes else (False, lane)
 
-    def _of_loss(self) -> Iterator[Reduction]:
+    def _of_loss(self) -> Iterator[Moved]:
         if reduces_loss(self._job, self._places):
             axes = self._job.data_axes
             size = self._places * math.prod(self._job.size(axis) for axis in axes)
             first = PIPELINE if self._places > 1 else axes[-1]
             yield _in_place(f"{first}.loss", STEP_LOSS, self._job.loss_spec, LOSS, size)
 
-    def _of_ties(self, name: str) -> Reduction:
+    def _of_ties(self, name: str) -> Moved:
         lane, size = TIED + name, len(self._tied[name])
         return self._reduction(f"{PIPELINE}.tied.{name}", ALL_REDUCE, lane, size, [name])
 
-    def _over(self, kind: str, axis: str, names: Iterable[str]) -> list[Reduction]:
+    def _over(self, kind: str, axis: str, names: Iterable[str]) -> list[Moved]:
         """Reductions of some gradients over an axis."""
         small: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        result: list[Reduction] = []
+        result: list[Moved] = []
 
         def add(together: Sequence[str]) -> None:
             name = f"{axis}.{self._place}.{self._numbers[axis]}"
@@ -167,7 +177,7 @@ class _RankReductions:
                 add(together)
         return result
 
-    def _reduction(self, name: str, kind: Kind, lane: str, size: int, names: Sequence[str]) -> Reduction:
+    def _reduction(self, name: str, kind: Kind, lane: str, size: int, names: Sequence[str]) -> Moved:
         groups = [self._groups[one] for one in names]
         merging = [op for one, group in zip(names, groups, strict=True) for op in self._merge(one, group)]
         given = [(group.parameter, self._specs[one]) for one, group in zip(names, groups, strict=True)]
@@ -175,11 +185,11 @@ class _RankReductions:
             made = _summed(name, lane, size, given)
         else:
             parts = math.prod(self._job.size(axis) for axis in self._left(groups[0].parameter, lane))
-            made = _scattered(name, lane, size, parts, given)
-            for one, group in zip(names, groups, strict=True):
-                rows = part_rows(self._job, group.parameter) * parts // size
-                self._specs[one] = replace(self._specs[one], shape=(rows, *self._specs[one].shape[1:]))
-        return Reduction([*merging, *made.lead], made.tail)
+            grads = [GRAD + parameter.name for parameter, _ in given]
+            specs = [spec for _, spec in given]
+            made = scattered(name, lane, size, parts, grads, specs, grads)
+            self._specs.update(zip(names, made.specs, strict=True))
+        return Moved([*merging, *made.lead], made.tail)
 
     def _left(self, parameter: Parameter, axis: str) -> tuple[str, ...]:
         """The axes over which its gradient is yet to be scattered, this one and those after it."""
@@ -190,20 +200,12 @@ class _RankReductions:
         if name not in self._merged:
             self._merged.add(name)
             first = total = GRAD + group.parameter.name
-            spec = group.parameter.grad_spec
+            spec = self._specs[name]
             for other in group.others:
                 made = f"{PIPELINE}.merged.{other}"
                 yield Op(made, ADD, (Ref(total), Ref(GRAD + other)), (), (spec,), writes=first)
                 yield Op(f"{PIPELINE}.free.{other}", FREE, (), writes=GRAD + other)
                 total = made
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """lead: ops that end with the start; tail: those that begin with the wait."""
-
-    lead: list[Op]
-    tail: list[Op]
 
 
 ADD = "aten.add.Tensor"
@@ -212,13 +214,13 @@ Given = Sequence[tuple[Parameter, TensorSpec]]
 """Parameters, and what their gradients are by now."""
 
 
-def _in_place(name: str, value: str, spec: TensorSpec, lane: str, size: int) -> Reduction:
+def _in_place(name: str, value: str, spec: TensorSpec, lane: str, size: int) -> Moved:
     """The sum of what lives over the step."""
     start = Op(name, ALL_REDUCE.target, (Ref(value), "sum", lane, size), (), (spec,), value)
-    return Reduction([start], [Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), value, writes=value)])
+    return Moved([start], [Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), value, writes=value)])
 
 
-def _summed(name: str, lane: str, size: int, given: Given) -> Reduction:
+def _summed(name: str, lane: str, size: int, given: Given) -> Moved:
     """The sum of these parameters' gradients over a communicator."""
     slots = [parameter.slots(lane, size) for parameter, _ in given]
     if slots == [1]:
@@ -244,39 +246,7 @@ def _summed(name: str, lane: str, size: int, given: Given) -> Reduction:
     lead.append(side_by_side(flat, sources, 1, row))
     lead.append(Op(name, ALL_REDUCE.target, (Ref(flat), "sum", lane, size), (), (row,), flat))
     waits = [Op(total, WAIT, (Ref(name),), (), (row,), flat), *taken_apart(name, total, row, sizes, flat)]
-    return Reduction(lead, [*waits, *tail])
-
-
-def _scattered(name: str, lane: str, size: int, parts: int, given: Given) -> Reduction:
-    """The sum of these parameters' gradients over an axis, of which each rank gets its rows. parts: in how
-    many the rows are to be cut by all axes that are left."""
-    target = REDUCE_SCATTER.target
-    total, first = f"{name}.sum", given[0][1]
-    if len(given) == 1 and first.shape and first.shape[0] % parts == 0:
-        made = replace(first, shape=(first.shape[0] // size, *first.shape[1:]))
-        source = GRAD + given[0][0].name
-        start = Op(name, target, (Ref(source), "sum", lane, size), (), (made,))
-        return Reduction([start], [Op(total, WAIT, (Ref(name),), (), (made,), name, writes=source)])
-    lead: list[Op] = []
-    sources: list[str] = []
-    specs: list[TensorSpec] = []
-    for at, (parameter, spec) in enumerate(given):
-        source = GRAD + parameter.name
-        lead += with_rows(f"{name}.{at}", source, spec)
-        sources.append(lead[-1].name if not spec.shape else source)
-        rows = -(-(spec.shape[0] if spec.shape else 1) // parts)
-        specs.append(replace(spec, shape=(rows * (parts // size), *spec.shape[1:])))
-    sizes = [spec.numel * size // parts for spec in specs]
-    flat = TensorSpec((parts, sum(sizes)), first.dtype)
-    made = replace(flat, shape=(parts // size, sum(sizes)))
-    lead.append(side_by_side(f"{name}.flat", sources, parts, flat))
-    lead.append(Op(name, target, (Ref(f"{name}.flat"), "sum", lane, size), (), (made,)))
-    alias = name if parts == size else None
-    tail = [Op(total, WAIT, (Ref(name),), (), (made,), name), *taken_apart(name, total, made, sizes, alias)]
-    for at, ((parameter, _), spec) in enumerate(zip(given, specs, strict=True)):
-        here = f"{name}.{at}"
-        tail.append(viewed(f"{here}.grad", here, spec, alias or here, writes=GRAD + parameter.name))
-    return Reduction(lead, tail)
+    return Moved(lead, [*waits, *tail])
 
 
 def _which(name: str, shard: Shard, size: int) -> list[Op]:

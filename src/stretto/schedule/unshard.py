@@ -9,18 +9,16 @@ rank then has rows of its neighbours.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import ALL_GATHER
-from stretto.ir.kept import shard_spec
+from stretto.ir.kept import part_count, shard_spec
 from stretto.ir.program import PARAM, SHARD, WAIT, Const, Job, Op, Parameter, Ref, TensorSpec
-from stretto.schedule.flat import in_buckets, side_by_side, taken_apart, viewed
+from stretto.schedule.flat import Moved, bucketed, side_by_side, taken_apart, viewed
 
 CAST, SLICE = "aten._to_copy.default", "aten.slice.Tensor"
 
@@ -33,14 +31,19 @@ def gathers_of(job: Job, stages: Sequence[int], pp_rank: int) -> Iterator[Op]:
             for parameter in group:
                 yield _cast(f"{PIPELINE}.made.{parameter.name}", parameter, writes=PARAM + parameter.name)
     numbers: Counter[str] = Counter()
-    alike = groupby(
-        (group for group in groups if group[0].kept), lambda group: (group[0].kept, group[0].spec.dtype)
+    for bucket in buckets_of([group for group in groups if group[0].kept]):
+        axis = bucket[0][0].kept[-1]
+        yield from gathered(job, f"{axis}.unshard.{pp_rank}.{numbers[axis]}", bucket, writes=True).tail
+        numbers[axis] += 1
+
+
+def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[Parameter]]]:
+    """Tied groups that are gathered, or scattered, together."""
+    return bucketed(
+        groups,
+        nbytes=lambda group: group[0].spec.nbytes,
+        like=lambda group: (group[0].kept, group[0].spec.dtype, group[0].grad_dtype),
     )
-    for (kept, _), following in alike:
-        for bucket in in_buckets(list(following), lambda group: group[0].spec.nbytes):
-            axis = kept[-1]
-            yield from _gathered(job, f"{axis}.unshard.{pp_rank}.{numbers[axis]}", bucket)
-            numbers[axis] += 1
 
 
 def _needed(job: Job, stages: Sequence[int]) -> list[list[Parameter]]:
@@ -67,52 +70,47 @@ def _cast(name: str, parameter: Parameter, spec: TensorSpec | None = None, write
     return Op(name, CAST, (Ref(SHARD + parameter.tied_to),), dtype, (made,), writes=writes)
 
 
-def _gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]]) -> Iterator[Op]:
-    """The gathers of these tied groups, from all axes over which they are kept."""
+def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writes: bool) -> Moved:
+    """The gathers of these tied groups, from all axes over which they are kept, all of it in `tail`; values:
+    by group, and in it by parameter. writes: whether they become what ops of the step read."""
     kept = bucket[0][0].kept
+    ops: list[Op] = []
     sources: list[str] = []
     specs = [replace(shard_spec(job, group[0]), dtype=group[0].spec.dtype) for group in bucket]
     for at, (group, spec) in enumerate(zip(bucket, specs, strict=True)):
         sources.append(SHARD + group[0].tied_to)
         if group[0].own_dtype is not None:
             sources[-1] = f"{name}.{at}.cast"
-            yield _cast(sources[-1], group[0], spec)
+            ops.append(_cast(sources[-1], group[0], spec))
+    parts = part_count(job, bucket[0][0])
     source, made = sources[0], specs[0]
-    if len(bucket) > 1:
+    direct = len(bucket) == 1 and (made.shape[0] * parts, *made.shape[1:]) == bucket[0][0].spec.shape
+    if not direct:
         made = TensorSpec((1, sum(spec.numel for spec in specs)), specs[0].dtype)
         source = f"{name}.flat"
-        yield side_by_side(source, sources, 1, made)
-    starts = [(axis, f"{name}.{axis}" if axis != kept[-1] else name) for axis in reversed(kept)]
-    for axis, start in starts:
+        ops.append(side_by_side(source, sources, 1, made))
+    start = name
+    for axis in reversed(kept):
         size = job.size(axis)
         made = replace(made, shape=(made.shape[0] * size, *made.shape[1:]))
-        yield Op(start, ALL_GATHER.target, (Ref(source), axis, size), (), (made,))
+        start = name if axis == kept[-1] else f"{axis}.{name}"
+        ops.append(Op(start, ALL_GATHER.target, (Ref(source), axis, size), (), (made,)))
         source = f"{start}.all"
-        yield Op(source, WAIT, (Ref(start),), (), (made,), start)
-    alias = starts[-1][1]
-    parts = math.prod(job.size(axis) for axis in kept)
-    sizes = [spec.numel for spec in specs]
+        ops.append(Op(source, WAIT, (Ref(start),), (), (made,), start))
     if len(bucket) > 1:
-        yield from taken_apart(name, source, made, sizes, None)
+        ops += taken_apart(name, source, made, [spec.numel for spec in specs], None)
+    values: list[str] = []
     for at, (group, spec) in enumerate(zip(bucket, specs, strict=True)):
-        rows = replace(spec, shape=(spec.shape[0] * parts, *spec.shape[1:]))
-        given = source
-        if len(bucket) > 1:
-            given = f"{name}.{at}.rows"
-            alias = f"{name}.{at}"
-            yield viewed(given, alias, rows, alias)
+        given, alias = (source, start) if len(bucket) == 1 else (f"{name}.{at}", f"{name}.{at}")
+        numel = spec.numel * parts
+        if numel > group[0].spec.numel:  # the last rows are padding
+            row, rest = TensorSpec((1, numel), spec.dtype), TensorSpec((1, group[0].spec.numel), spec.dtype)
+            ops.append(viewed(f"{given}.row", given, row, alias))
+            cut = (Ref(f"{given}.row"), 1, 0, rest.numel)
+            ops.append(Op(f"{given}.cut", SLICE, cut, (), (rest,), alias))
+            given = f"{given}.cut"
         for k, parameter in enumerate(group):
-            yield from _as_read(f"{name}.{at}.{k}", given, rows, parameter, alias)
-
-
-def _as_read(name: str, rows: str, spec: TensorSpec, parameter: Parameter, alias: str) -> Iterator[Op]:
-    """The parameter, of rows of which the last ones may be padding."""
-    writes, wanted = PARAM + parameter.name, parameter.spec
-    if not wanted.shape:
-        one = replace(spec, shape=(1,))
-        yield Op(f"{name}.one", SLICE, (Ref(rows), 0, 0, 1), (), (one,), alias)
-        yield viewed(name, f"{name}.one", wanted, alias, writes)
-    elif wanted.shape == spec.shape:
-        yield viewed(name, rows, wanted, alias, writes)
-    else:
-        yield Op(name, SLICE, (Ref(rows), 0, 0, wanted.shape[0]), (), (wanted,), alias, writes=writes)
+            values.append(f"{name}.{at}.{k}")
+            into = PARAM + parameter.name if writes else None
+            ops.append(viewed(values[-1], given, parameter.spec, alias, into))
+    return Moved([], ops, values)

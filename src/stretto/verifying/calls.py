@@ -21,16 +21,20 @@ from typing import Any
 from stretto.backend.dispatch_adapter import arguments_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
+from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, specs_of
-from stretto.ir.program import GETITEM, Arg, Op, Ref, Stage
+from stretto.ir.program import GETITEM, SHARD, STARTS, Arg, Op, Ref, Stage
+from stretto.schedule.unshard import CAST
 from stretto.verifying.fault import Fault
+from stretto.verifying.pieces import Pieces, pieces_of
 
 
 def repeat_faults(plan: Plan) -> Iterator[Fault]:
     """Every fault of repeated ops. References must be sound."""
     for stage in plan.job.stages:
         made = {op.name: op for op in stage.ops[Phase.F]}
+        whose = _gathered(plan, stage)
         again = {op.name: op.repeats for phase in PHASES[1:] for op in stage.ops[phase] if op.repeats}
         repeating = [(phase, op) for phase in PHASES for op in stage.ops[phase] if op.repeats]
         for phase, op in repeating:
@@ -40,15 +44,28 @@ def repeat_faults(plan: Plan) -> Iterator[Fault]:
             elif op.repeats not in made:
                 what = f"which stage {stage.index} does not have in F"
             else:
-                difference = _differs(made[op.repeats], op, again)
+                difference = _differs(made[op.repeats], op, again, whose)
                 what = f"but {difference}" if difference else ""
             if what:
                 where = f"stage {stage.index}{phase}, {op.name}"
                 yield Fault(plan.rank_of(stage.index), where, f"repeats {op.repeats}, {what}", fix)
 
 
-def _differs(first: Op, op: Op, again: dict[str, str]) -> str:
-    """In words, how a repeated op differs from the first; "" if it does not."""
+def _gathered(plan: Plan, stage: Stage) -> dict[str, object]:
+    """What a stage gathers of parameters, and views of it -> of whom it is, and its shape: each program that
+    reads one gathers it."""
+    made: dict[str, Pieces] = {SHARD + p.tied_to: ((p.tied_to,),) for p in plan.job.parameters if p.is_made}
+    result: dict[str, object] = {}
+    for op in (op for phase in PHASES for op in stage.ops[phase]):
+        moves = op.alias is not None or op.target in (*STARTS, GETITEM, SIDE_BY_SIDE, *SPLITS, CAST)
+        if moves and made.keys() & set(op.uses):
+            made[op.name] = pieces_of(op, made)
+            result[op.name] = made[op.name], op.spec
+    return result
+
+
+def _differs(first: Op, op: Op, again: dict[str, str], whose: dict[str, object]) -> str:
+    """In words, how a repeated op differs from the first; "" if it does not. whose: by `_gathered`."""
     for what, said, was in (
         ("calls", op.target, first.target),
         ("gives", ", ".join(map(str, op.outputs)), ", ".join(map(str, first.outputs))),
@@ -61,7 +78,8 @@ def _differs(first: Op, op: Op, again: dict[str, str]) -> str:
         if isinstance(old, tuple) and isinstance(new, tuple):
             return len(old) == len(new) and all(map(same, old, new))
         if isinstance(old, Ref) and isinstance(new, Ref):
-            return new.name == old.name or again.get(new.name) == old.name
+            gathered = old.name in whose and whose[old.name] == whose.get(new.name)
+            return gathered or new.name == old.name or again.get(new.name) == old.name
         # NaN is not equal to itself, and 0.0 is to -0.0.
         return type(old) is type(new) and repr(old) == repr(new)
 

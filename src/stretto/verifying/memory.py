@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from stretto.ir.action import BEFORE, ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
-from stretto.ir.kept import gradient_nbytes, parameter_nbytes, state_nbytes
+from stretto.ir.kept import added_spec, gradient_nbytes, parameter_nbytes, state_nbytes
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
@@ -130,7 +130,7 @@ class RankMemory:
         self._over_step: dict[str, int] = {}
         """Gradient, or parameter that is made -> its bytes, from when it begins."""
         self._grad_nbytes = {
-            GRAD + parameter.name: parameter.grad_nbytes for parameter in plan.job.parameters
+            GRAD + parameter.name: added_spec(plan.job, parameter).nbytes for parameter in plan.job.parameters
         }
         for parameter in plan.job.parameters:
             for stage, phase, _ in parameter.grads:

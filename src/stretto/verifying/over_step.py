@@ -24,7 +24,7 @@ from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import OVER_STEP, PHASES, given_specs, made_parameters
 from stretto.ir.kept import shard_spec
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
-from stretto.ir.placements import SIDE_BY_SIDE, SPLITS, Placer
+from stretto.ir.placements import Placer
 from stretto.ir.plan import LOSS, ItemKind, Plan
 from stretto.ir.program import (
     FREE,
@@ -32,18 +32,17 @@ from stretto.ir.program import (
     GRAD,
     PARAM,
     SHARD,
-    STARTS,
     STEP_LOSS,
     WAIT,
     Job,
     Op,
     Parameter,
     TensorSpec,
-    refs,
 )
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
+from stretto.verifying.pieces import Pieces, pieces_of, walked
 from stretto.verifying.trace import EventKind, trace_of
 
 SUM_IT = "Add a sum that has it, or take out what is too much; others wait"
@@ -117,7 +116,8 @@ class _Memory:
 
     def run(self, op: Op) -> Iterator[tuple[str, str]]:
         """Why the op may not run now."""
-        root = self._root(op.alias) if op.alias is not None else op.name
+        # What lies side by side is apart.
+        root = self._root(op.uses[0]) if op.alias is not None and op.target != GETITEM else op.name
         in_place = op.kind is not None and op.alias is not None
         if op.target == WAIT:
             self.under_way = {at: start for at, start in self.under_way.items() if start.name not in op.uses}
@@ -294,20 +294,19 @@ def _own(plan: Plan, rank: int) -> Iterator[Fault]:
     job, specs, wrote = plan.job, given_specs(plan.job), dict[str, TensorSpec | None]()
     stages = plan.schedule.stages_of(rank)
     read = [p for p in job.parameters if p.is_made and any(stage in stages for stage in p.stages)]
-    made: dict[str, tuple[tuple[str, ...], ...]] = {STEP_LOSS: ((STEP_LOSS,),)}
+    made: dict[str, Pieces] = {STEP_LOSS: ((STEP_LOSS,),)}
     made |= {name: ((name,),) for names in ties.values() for name in names}
     made |= {SHARD + p.tied_to: ((SHARD + p.tied_to,),) for p in read}
     lanes = {LOSS: [STEP_LOSS]} | {TIED + name: names for name, names in ties.items()}
     summed: set[tuple[str, str]] = set()
-    for op in plan.once(rank):
+    for op in walked(plan.once(rank), made):
         for name in op.uses:
             if name not in made:
                 yield Fault(rank, op.name, f"reads {name}, which this rank does not have", "Take it out")
         if op.kind is not None and op.kind.sums and op.how != "sum":
             yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
-        pieces = [piece for name in refs(op.args) for piece in made.get(name, ())]
         if op.kind is not None:
-            owners = {one for piece in pieces for one in piece}
+            owners = {one for piece in pieces_of(op, made) for one in piece}
             summed.update((one, op.lane) for one in owners)
             axes = dict(job.axes)
             fits = owners <= {*lanes[op.lane]} if op.lane in lanes else op.lane in axes
@@ -315,15 +314,7 @@ def _own(plan: Plan, rank: int) -> Iterator[Fault]:
                 what = f"reduces {', '.join(sorted(owners))} on communicator {op.lane}, which is not for them"
                 fix = f"Sum the loss on {LOSS}, copies of a tie on {TIED}<its name>, others on an axis"
                 yield Fault(rank, op.name, what, fix)
-        if op.target == GETITEM:
-            pieces = pieces[op.args[1] :][:1]
-        elif op.target not in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
-            pieces = [tuple(one for piece in pieces for one in piece)]
-        made[op.name] = tuple(pieces)
-        if op.target == FREE:
-            made.pop(str(op.writes), None)
-        elif op.writes is not None:
-            made[op.writes] = made[op.name]
+        if op.writes is not None and op.target != FREE:
             wrote[op.writes] = op.spec
     ends = specs | {GRAD + p.name: shard_spec(job, p) for p in job.parameters if p.kept}
     for name, spec in wrote.items():
@@ -408,6 +399,8 @@ def _addend(parameter: Parameter, axis: str) -> Placement:
     """What a rank has of a gradient before it is reduced."""
     if parameter.is_sharded(axis):
         return _as_sharded(parameter, axis)
+    if parameter.scattered and axis in parameter.kept:
+        return part(0)
     summed = axis in parameter.partial or sums_of(axis) is Sums.ALL
     return SUM if summed else EQUAL
 

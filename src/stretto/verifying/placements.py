@@ -171,7 +171,7 @@ def _gradients(plan: Plan, axis: str, placers: list[Placer], specs: dict[str, Te
                 thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
                 if kept.zero:
                     continue
-                if own.kind == "part":
+                if own.kind == "part" or (parameter.scattered and axis in parameter.kept):
                     right = kept.kind in ("part", "local")
                 elif partial:
                     right = not kept.is_full and (kept.kind != "part" or thin)

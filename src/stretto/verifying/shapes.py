@@ -27,6 +27,7 @@ from stretto.backend.specs import decoded, empty_of, spec_of
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
+from stretto.ir.kept import added_spec
 from stretto.ir.parameters import strides_of
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
@@ -139,8 +140,9 @@ def _gradients(job: Job, specs: Specs) -> Iterator[Fault]:
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
             result = specs.get(value)
-            if result is not None and result.shape != parameter.spec.shape:
-                of = f"the gradient of {parameter.name!r}, which is {_brief(parameter.spec)}"
+            wanted = added_spec(job, parameter)
+            if result is not None and result.shape != wanted.shape:
+                of = f"the gradient of {parameter.name!r}, which is {_brief(wanted)}"
                 yield _fault(stage, phase, value, f"is {_brief(result)}, but {of}")
     for buffer in job.buffers:
         for stage, phase, value in buffer.updates:

@@ -1,0 +1,33 @@
+"""Of whom values are made: which gradients or parameters lie side by side in a flat tensor, and in what is
+taken out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
+from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, refs
+
+Pieces = tuple[tuple[str, ...], ...]
+"""By piece of a value, the names of what it is made of."""
+
+
+def pieces_of(op: Op, made: dict[str, Pieces]) -> Pieces:
+    """Those of what an op makes. made: those of what it reads, where they are known."""
+    pieces = [piece for name in refs(op.args) for piece in made.get(name, ())]
+    if op.target == GETITEM:
+        return tuple(pieces[op.args[1] :][:1])
+    if op.target in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
+        return tuple(pieces)
+    return (tuple(one for piece in pieces for one in piece),)
+
+
+def walked(ops: Iterable[Op], made: dict[str, Pieces]) -> Iterator[Op]:
+    """The ops, after each of which `made` has what it makes, and what it writes."""
+    for op in ops:
+        yield op
+        made[op.name] = pieces_of(op, made)
+        if op.target == FREE:
+            made.pop(str(op.writes), None)
+        elif op.writes is not None:
+            made[op.writes] = made[op.name]
