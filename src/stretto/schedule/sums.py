@@ -273,10 +273,10 @@ def _viewed(name: str, source: str, spec: TensorSpec, alias: str, writes: str | 
 def _which(name: str, shard: Shard, size: int) -> list[Op]:
     """Which of the parts of a shard this rank has, in a row of one."""
     number = TensorSpec((), "int64")
-    whole = (("rounding_mode", "floor"),)
+    down = (("rounding_mode", "floor"),)
     return [
         Op(f"{name}.at", INDEX, (shard.axis, size), (), (number,)),
-        Op(f"{name}.part", "aten.div.Tensor_mode", (Ref(f"{name}.at"), shard.copies), whole, (number,)),
+        Op(f"{name}.part", "aten.div.Tensor_mode", (Ref(f"{name}.at"), shard.copies), down, (number,)),
         _viewed(f"{name}.which", f"{name}.part", TensorSpec((1,), "int64"), f"{name}.part"),
     ]
 

@@ -1,5 +1,6 @@
 """Proves what runs once a step: that it reads what it is to read, whatever the order; that gradients and the
-loss are reduced over all ranks that have addends of them; and that ranks start what joins them in one order.
+loss are reduced over all ranks that have partial sums of them; and that ranks start what joins them in one
+order.
 
 1. Every op of these programs runs once, on the rank whose program it is in.
 2. What lives over the step has a history: what was added, and which ops have written it. By itself the
@@ -7,8 +8,8 @@ loss are reduced over all ranks that have addends of them; and that ranks start 
    same one: so no reduction begins before the last addition, and nothing is read that is not there yet, or no
    longer. Memory in which a collective works is left alone until its wait.
 3. At the end gradients are made of those of their tie, each once, and of no other. Along each axis ranks have
-   equal gradients, addends or parts: the programs are placed as all others are (`stretto.ir.placements`), and
-   at the end a gradient is as its parameter is.
+   equal gradients, partial sums or parts: the programs are placed as all others are
+   (`stretto.ir.placements`), and at the end a gradient is as its parameter is.
 4. Pipeline ranks start the collectives that join them in one order.
 """
 
@@ -300,7 +301,7 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
 
     for axis, size in job.axes:
         if size > 1:
-            yield from proved(axis, size, {GRAD + p.name: _addend(p, axis) for p in here}, axis)
+            yield from proved(axis, size, {GRAD + p.name: _before(p, axis) for p in here}, axis)
     for name in tied:
         copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
         yield from proved(TIED + name, 2, copies, "the ranks that have a copy")
@@ -321,7 +322,7 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
             yield from adding or group[:1]
 
 
-def _addend(parameter: Parameter, axis: str) -> Placement:
+def _before(parameter: Parameter, axis: str) -> Placement:
     """What a rank has of a gradient before it is reduced."""
     shard = next((one for one in parameter.shards if one.axis == axis), None)
     if shard is not None:
