@@ -165,6 +165,7 @@ MALFORMED = [
     (changed(*SUMS, 0, 2, 0, to="%h0"), r"REDUCE_GRAD\[0\]: tp\.0\.0: there is no 'h0' before it"),
     (changed(*SUMS, 0, 2, 0, to=["%grad/w0"]), r"tp\.0\.0: comm\.all_reduce cannot be read with these"),
     (changed(*SUMS, 0, 2, 3, to=2.5), r"REDUCE_GRAD\[0\]: tp\.0\.0: comm\.all_reduce cannot be read"),
+    (changed(*SUMS, 0, 5, "writes", to="grad/w0"), r"REDUCE_GRAD\[0\]: tp\.0\.0: comm\.all_reduce cannot"),
     (changed(*SUMS, 1, 2, 0, to="%h0"), r"REDUCE_GRAD\[1\]: tp\.0\.0\.sum: there is no 'h0' before it"),
     (changed(*SUMS, 1, 2, to=[]), r"tp\.0\.0\.sum: comm\.wait cannot be read with these arguments"),
     (changed(*SUMS, 1, 5, "writes", to="grad/q"), r"tp\.0\.0\.sum: there is no 'grad/q' to write"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
+from stretto.ir.action import Phase
 from stretto.ir.program import Job, Shard
 from stretto.ir.transfers import reduced_bytes
 from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
+from stretto.schedule.sums import around_starts
 from stretto.train.clip import GradientClip
+from stretto.verifying import plan_faults
 from tests.clusters import cores
 from tests.parallelize.equality import SMALL, assert_plain, assert_plan_is_plain, batch_of
 from tests.runtime.equality import from_transformers, huggingface_loss, lowered, plain
@@ -331,6 +335,26 @@ def test_a_sum_moves_what_is_counted() -> None:
     assert counted
     for moved in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
         assert {name: moved[name] for name in counted} == counted
+
+
+def test_a_sum_of_shared_parts_that_is_left_out_is_refused() -> None:
+    _, job = small_job(tp=4)
+    plan = lowered(job, "1f1b")
+    assert plan_faults(plan) == []
+    stage, *others = plan.job.stages
+    leads, tails = around_starts(stage.ops[Phase.REDUCE_GRAD])
+    gone = {op.name for name in leads if leads[name][-1].lane == "tp" for op in (*leads[name], *tails[name])}
+    kept = tuple(op for op in stage.ops[Phase.REDUCE_GRAD] if op.name not in gone)
+    stages = (replace(stage, ops={**stage.ops, Phase.REDUCE_GRAD: kept}), *others)
+    windows = {
+        name: replace(window, items=tuple(item for item in window.items if item.ref not in gone))
+        for name, window in plan.windows.items()
+    }
+    changed = replace(plan, job=replace(plan.job, stages=stages), windows=windows)
+    shared = {p.name for p in job.parameters if any(shard.copies > 1 for shard in p.shards)}
+    found = {fault.action: fault.what for fault in plan_faults(changed)}
+    assert {f"grad/{name}" for name in shared} <= found.keys()
+    assert {found[f"grad/{name}"] for name in shared} == {"is never summed over tp"}
 
 
 def test_clipping_counts_a_shared_head_once() -> None:

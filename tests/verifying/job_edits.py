@@ -415,9 +415,57 @@ def view_said(data: Data, chance: Random) -> str:
     return f"{op[0]} {op[1]}: no view"
 
 
+ONCE = "REDUCE_GRAD"
+
+
+def once_a_step(data: Data, chance: Random) -> str:
+    """In a program that runs once a step: what an op reads, writes, is a view of; a number; an op is gone,
+    there twice, or elsewhere in its program."""
+    found = [ops for *_, ops in programs(data, ONCE) if ops]
+    if not found:
+        return ""
+    ops = chance.choice(found)
+    at = chance.randrange(len(ops))
+    op = ops[at]
+    how = chance.choice(["reads", "reads", "writes", "writes", "alias", "number", "target", "gone", "moves"])
+    state = [f"grad/{p['name']}" for p in data["job"]["parameters"]] + ["step/loss"]
+    names = [*state, *(one[0] for one in ops)]
+    places = list(arguments(op[2]))
+    if how == "reads":
+        places = [(h, k) for h, k in places if isinstance(h[k], str) and h[k].startswith("%")]
+        if not places:
+            return ""
+        owner, k = chance.choice(places)
+        old, new = owner[k][1:], chance.choice(names)
+        owner[k] = f"%{new}"
+        if extra(op).get("alias") == old and chance.random() < 0.7:
+            extra(op)["alias"] = new
+    elif how == "writes":
+        extra(op)["writes"] = chance.choice(state)
+    elif how == "alias":
+        extra(op)["alias"] = chance.choice(names)
+    elif how == "number":
+        places = [(h, k) for h, k in places if isinstance(h[k], int)]
+        if not places:
+            return ""
+        owner, k = chance.choice(places)
+        owner[k] += chance.choice([-1, 1, 2])
+    elif how == "target":
+        op[1] = chance.choice([one[1] for one in ops] + ["aten.neg.default", "state.free"])
+    elif how == "gone":
+        ops.remove(op)
+        for window in data["windows"].values():
+            window["items"] = [item for item in window["items"] if item.split(" ")[-1] != op[0]]
+    else:
+        ops.insert(chance.randrange(len(ops)), ops.pop(at))
+    return f"{op[0]} {op[1]} once a step: {how} {op[2]} {extra(op)}"
+
+
 def reduction(data: Data, chance: Random) -> str:
-    """A collective's reduction, axis or size."""
-    op = picked(chance, [op for op in ops_of(data, *PHASES, "REDUCE_GRAD") if op[1].startswith("comm.")])
+    """A collective's reduction, axis or size; or something else of what runs once a step."""
+    if chance.random() < 0.5:
+        return once_a_step(data, chance)
+    op = picked(chance, [op for op in ops_of(data, *PHASES, ONCE) if op[1].startswith("comm.")])
     if op is None or op[1] == "comm.wait":
         return ""
     how = chance.choice(["kind", "kind", "axis", "size", "what"])

@@ -375,7 +375,8 @@ def _has_form(op: Op) -> bool:
         return True
     match op.args:
         case (Ref(), *how, str(), int(size)) if op.kind is not None:
-            right = type(size) is int and list(map(type, how)) == [str] * bool(op.kind.reductions)
+            reductions = [str] * bool(op.kind.reductions)
+            right = type(size) is int and list(map(type, how)) == reductions and op.writes is None
         case _:
             right = op.target == WAIT and list(map(type, op.args)) == [Ref]
     return right and op.spec is not None and not op.kwargs

@@ -252,10 +252,10 @@ def _summed(name: str, lane: str, size: int, given: Given) -> Moved:
 def _which(name: str, shard: Shard, size: int) -> list[Op]:
     """Which of the parts of a shard this rank has, in a row of one."""
     number = TensorSpec((), "int64")
-    whole = (("rounding_mode", "floor"),)
+    down = (("rounding_mode", "floor"),)
     return [
         Op(f"{name}.at", INDEX, (shard.axis, size), (), (number,)),
-        Op(f"{name}.part", "aten.div.Tensor_mode", (Ref(f"{name}.at"), shard.copies), whole, (number,)),
+        Op(f"{name}.part", "aten.div.Tensor_mode", (Ref(f"{name}.at"), shard.copies), down, (number,)),
         viewed(f"{name}.which", f"{name}.part", TensorSpec((1,), "int64"), f"{name}.part"),
     ]
 

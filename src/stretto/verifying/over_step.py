@@ -1,5 +1,6 @@
 """Proves what runs once a step: that it reads what it is to read, whatever the order; that gradients and the
-loss are reduced over all ranks that have addends of them; and that ranks start what joins them in one order.
+loss are reduced over all ranks that have partial sums of them; and that ranks start what joins them in one
+order.
 
 1. Every op of these programs runs once, on the rank whose program it is in.
 2. What lives over the step has a history: what was added, and which ops have written it. By itself one
@@ -8,7 +9,7 @@ loss are reduced over all ranks that have addends of them; and that ranks start 
    nothing is read that is not there yet, or no longer. Memory in which a collective works is left alone until
    its wait.
 3. At the end gradients are made of those of their tie, each once, and of no other, and parameters of what
-   is kept of them. Along each axis ranks have equal ones, addends or parts: the programs are placed as all
+   is kept of them. Along each axis ranks have equal ones, partial sums or parts: the programs are placed as all
    others are (`stretto.ir.placements`), and at the end a gradient is as what is kept of its parameter.
 4. Pipeline ranks start the collectives that join them in one order.
 """
@@ -370,7 +371,7 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
         if size > 1:
-            begin = {GRAD + p.name: _addend(p, axis) for p in here}
+            begin = {GRAD + p.name: _before(p, axis) for p in here}
             begin |= {SHARD + p.tied_to: part(0) if axis in p.kept else _as_sharded(p, axis) for p in made}
             end = {GRAD + p.name: part(0) if axis in p.kept else _as_sharded(p, axis) for p in here}
             end |= {name: _as_sharded(p, axis) for p in made if (name := PARAM + p.name) in written}
@@ -395,7 +396,7 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
             yield from adding or group[:1]
 
 
-def _addend(parameter: Parameter, axis: str) -> Placement:
+def _before(parameter: Parameter, axis: str) -> Placement:
     """What a rank has of a gradient before it is reduced."""
     if parameter.is_sharded(axis):
         return _as_sharded(parameter, axis)
