@@ -1,5 +1,5 @@
-"""Orders of windows' last runs, in which gradient reductions start: the end of the step comes when the last of
-these is done."""
+"""Orders of windows' last runs, in which gradient reductions start: the end of the step comes when the last
+of these is done."""
 
 from __future__ import annotations
 
