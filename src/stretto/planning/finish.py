@@ -35,7 +35,8 @@ from stretto.ir.action import ONCE_PHASES
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.depend import WindowGraph, make_graph
-from stretto.order.policies import DEFAULT, captured_limit, early_reductions
+from stretto.order.last_runs import early_reductions
+from stretto.order.policies import DEFAULT, captured_limit
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import Message, lower
 from stretto.planning.windows import as_short, lowered
