@@ -72,7 +72,7 @@ def test_parts_are_those_of_the_textbook_and_peaks_the_measured_ones(
         }
         for part, nbytes in expected.items():
             assert parts[part] == pytest.approx(nbytes, rel=WITHIN), part
-        assert 0 < parts["activations"] < 0.25 * parts["gradients"]
+        assert parts["activations"] > 0
 
     def work(runner: stretto.Runner) -> tuple[tuple[int, ...], float]:
         optimizer = torch.optim.AdamW(runner.parameters())

@@ -201,7 +201,9 @@ def test_a_checkpoint_of_parts_names_nothing_of_them(folder: Path) -> None:
     assert one.keys() == parts.keys()
     for key, stored in one.items():
         assert getattr(stored, "size", None) == getattr(parts[key], "size", None), key
-    pieces = [parts[f"optimizer.blocks.0.mlp.up.weight.{state}"].chunks for state in ("exp_avg", "exp_avg_sq")]  # type: ignore[union-attr]
+    pieces = [
+        parts[f"optimizer.blocks.0.mlp.up.weight.{state}"].chunks for state in ("exp_avg", "exp_avg_sq")
+    ]  # type: ignore[union-attr]
     for chunks in pieces:
         assert sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks) == [
             ((0, 0), (64, 32)),

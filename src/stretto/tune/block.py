@@ -85,7 +85,7 @@ class BlockWork:
 @dataclass(frozen=True, slots=True)
 class TuneBlock:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
-    again, what that makes of the microbatch's work. whole_bytes: parameters, their gradients and the
+    again, what that makes of the microbatch's work. full_bytes: parameters, their gradients and the
     optimizer's state, of the model over the ranks that share it, without dealt_bytes: of those, what `zero`
     deals out to the ranks of dp, or to each `dp_shard` of them. gradient_bytes: what data-parallel copies
     reduce. message_bytes: what crosses a border, one way. shares: by numbers of stages, what each stage has
@@ -95,7 +95,7 @@ class TuneBlock:
     rows: float
     flops: float
     again: Mapping[str | int, BlockWork]
-    whole_bytes: float
+    full_bytes: float
     gradient_bytes: float
     message_bytes: float
     shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class TuneBlock:
 
     def fixed_bytes(self, layout: LayoutChoice) -> float:
         """Of all stages of the model, what a rank of the layout has throughout."""
-        return self.whole_bytes + self.dealt_bytes / ((self.dp_shard or layout.dp) * layout.cp)
+        return self.full_bytes + self.dealt_bytes / ((self.dp_shard or layout.dp) * layout.cp)
 
     def scaled(self, rows: float) -> TuneBlock:
         """A guess of the block with other rows."""
@@ -142,14 +142,14 @@ def block_of(
             except PlanError:
                 continue
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
-    whole_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
+    full_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
     first = {p.tied_to: p for p in job.parameters if p.grads}.values()
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
-        whole_bytes,
+        full_bytes,
         sum(parameter.grad_nbytes for parameter in first),
         max(sizes, default=0),
         dealt_bytes=dealt_bytes,
@@ -160,18 +160,18 @@ def block_of(
 def _fixed_bytes(job: Job, ep: int) -> tuple[int, int]:
     """Of parameters, gradients and states: (what each rank has in full, what `zero` deals out). Of experts,
     which ranks of ep share, that over the ranks of dp is so many times what is dealt out over fewer."""
-    whole = dealt = 0
+    full = dealt = 0
     for parameter in {p.tied_to: p for p in reversed(job.parameters)}.values():
         own, read = parameter.grad_nbytes, parameter.spec.nbytes
         gradient = own if parameter.grads else 0
         state = STATES[job.optimizer] * gradient
         if job.zero == 0:
-            whole += own + made_nbytes(parameter) + gradient + state
+            full += own + made_nbytes(parameter) + gradient + state
             continue
         sharded = own + state + (0 if job.zero == 1 else gradient) + (read if job.zero in (3, "auto") else 0)
-        whole += own + read + gradient + state - sharded
+        full += own + read + gradient + state - sharded
         dealt += sharded * (ep if parameter.is_sharded("ep") else 1)
-    return whole, dealt
+    return full, dealt
 
 
 def shares_of(
