@@ -26,6 +26,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FAST = (("float32", "dp 3, uneven rows"), ("bf16", "dp 4 in groups"), ("bf16", "dp 2, tp 2"))
 
+UNPROVED = pytest.mark.xfail(
+    strict=True,
+    reason="rows that tp ranks share and that dp does not divide: the slice of padding is refused",
+)
+
 SMALL_BYTES = 2**15
 """Buckets of this model, which is a thousandth of a usual one."""
 
@@ -39,7 +44,15 @@ def stored(tensors: Iterable[Tensor]) -> int:
 @pytest.mark.parametrize(
     ("precision", "name"),
     [
-        pytest.param(precision, name, marks=[] if (precision, name) in FAST else [pytest.mark.slow])
+        pytest.param(
+            precision,
+            name,
+            marks=[UNPROVED]
+            if (precision, name) == ("float32", "dp 2, tp 2")
+            else []
+            if (precision, name) in FAST
+            else [pytest.mark.slow],
+        )
         for precision in ("float32", "bf16")
         for name in LAYOUTS
     ],
