@@ -14,6 +14,7 @@ from stretto.ir.kept import (
     gradient_nbytes,
     kept_over,
     kept_spec,
+    made_nbytes,
     padded_rows,
     parameter_nbytes,
     part_count,
@@ -78,12 +79,14 @@ def test_it_is_kept_over_axes_with_copies() -> None:
 
 def test_bytes_are_those_of_the_first_part() -> None:
     some, one = parameter((13, 3), "cp"), parameter((13, 3))
-    assert parameter_nbytes(job(), one) == 13 * 3 * (2 + 4)  # and the copy that ops read
+    assert parameter_nbytes(job(), one) == 13 * 3 * 4
+    assert made_nbytes(one) == 13 * 3 * 2  # the copy that ops read
     assert parameter_nbytes(job(), some) == gradient_nbytes(job(), some) == 5 * 3 * 4
+    assert gradient_nbytes(replace(job(), zero=1), some) == 13 * 3 * 4  # until a step's end
     assert state_nbytes(replace(job(), optimizer="adamw"), some) == 2 * 5 * 3 * 4
     assert state_nbytes(replace(job(), optimizer="sgd"), some) == 0
     kept = replace(job(), parameters=(replace(some, grads=((0, Phase.W, "g"),)),), optimizer="momentum")
-    assert bytes_throughout(kept, (0,)) == dict.fromkeys(("parameters", "optimizer", "gradients"), 60)
+    assert bytes_throughout(kept, (0,)) == dict.fromkeys(("parameters", "optimizer"), 60)
 
 
 def test_files_have_it_where_it_is() -> None:

@@ -14,6 +14,7 @@ import torch
 from tests.train.tiny import described
 
 from stretto.config import load_settings
+from stretto.ir.kept import part_number
 from stretto.train import trainer as trainer_room
 from stretto.train.trainer import Trainer
 from stretto.train.world import environment, join, leave
@@ -27,7 +28,8 @@ def check_copies(trainer: Trainer) -> int:
     for name, parameter in runner.named_parameters():
         spread = tuple(s.part(runner.coordinates[s.axis]) for s in known[name].shards)
         state = trainer.optimizer.state[parameter]
-        mine[known[name].tied_to, spread] = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+        rows = part_number(runner.plan.job, known[name], runner.coordinates)
+        mine[known[name].tied_to, spread, rows] = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
     compared = 0
     for rank, theirs in enumerate(runner.transport.all_gather(mine)):
         for key in mine.keys() & theirs.keys():

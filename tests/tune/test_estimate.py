@@ -11,10 +11,10 @@ import pytest
 
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import named_cluster
-from stretto.tune.block import BlockWork, Exposure, TuneBlock
+from stretto.tune.block import BlockWork, Exposure, TuneBlock, block_of
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
-from stretto.tune.work import Asked, Planned, TuneWork
+from stretto.tune.work import Asked, Planned, TuneWork, captures_of
 from tests.families import ONE_STAGE
 from tests.tune.small import CLUSTER, settings
 
@@ -33,6 +33,25 @@ def test_an_estimate_is_the_schedule_s_own_formula() -> None:
             assert found.step_us == pytest.approx((3 * m + idle) * 1e3 / 4)
             live = {"1f1b": 4, "zb-h1": 4, "gpipe": m}[family]
             assert found.peak_bytes == pytest.approx(4e6 + live * 2e6)
+
+
+def test_what_zero_deals_out_is_shared_by_copies(tmp_path: Path) -> None:
+    """16 bytes a parameter: of those with zero 1 the rank's own values and two averages, beside a copy."""
+    found = {}
+    for zero in (0, 1):
+        given = settings(tmp_path).parallel.model_copy(
+            update={"pp": 1, "dp": 4, "microbatches": 2, "zero": zero}
+        )
+        captures = captures_of(settings(tmp_path), CLUSTER)
+        found[zero] = block_of(captures, given, CLUSTER, ("none",), 1)
+    assert found[0].dealt_bytes == 0
+    n = found[0].full_bytes / 16
+    for dp, expected in ((2, 14 * n), (4, 11 * n)):
+        layout = LayoutChoice(1, dp, 1, 1, False, 4)
+        assert found[0].fixed_bytes(layout) == 16 * n
+        assert found[1].fixed_bytes(layout) == expected
+    grouped = replace(found[1], dp_shard=2)
+    assert grouped.fixed_bytes(LayoutChoice(1, 4, 1, 1, False, 4)) == 14 * n
 
 
 def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:

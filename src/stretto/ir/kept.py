@@ -89,10 +89,10 @@ def made_nbytes(parameter: Parameter) -> int:
 
 
 def gradient_nbytes(job: Job, parameter: Parameter) -> int:
-    """Of the gradient at the end of a step, of a parameter that is trained."""
-    return kept_spec(job, parameter).nbytes
+    """Of the gradient while microbatches add to it, of a parameter that is trained."""
+    return parameter.grad_nbytes if job.zero in (0, 1) else kept_spec(job, parameter).nbytes
 
 
 def state_nbytes(job: Job, parameter: Parameter) -> int:
     """Of the optimizer's state, of a parameter that is trained."""
-    return STATES[job.optimizer] * gradient_nbytes(job, parameter)
+    return STATES[job.optimizer] * kept_spec(job, parameter).nbytes

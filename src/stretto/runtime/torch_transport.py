@@ -35,6 +35,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.processor.control_groups import host
 from stretto.runtime.transport import Handle, Transport
+from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -143,7 +144,8 @@ class TorchTransport(Transport):
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: str = ""
     ) -> Handle:
         def begin() -> Any:
-            return collectives.start(kind, result, value, self._group(lane), how)
+            with uncounted():
+                return collectives.start(kind, result, value, self._group(lane), how)
 
         return self._start(lane, None, begin, result, value)
 

@@ -22,7 +22,8 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.kept import gradient_nbytes, made_nbytes, parameter_nbytes, state_nbytes
+from stretto.ir.kept import made_nbytes
+from stretto.ir.parameters import STATES
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
@@ -33,6 +34,7 @@ from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
+from stretto.tune.choices import LayoutChoice
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
@@ -83,8 +85,9 @@ class BlockWork:
 @dataclass(frozen=True, slots=True)
 class TuneBlock:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
-    again, what that makes of the microbatch's work. fixed_bytes: parameters, their gradients and the
-    optimizer's state, of the model over the ranks that share it; gradient_bytes: what data-parallel copies
+    again, what that makes of the microbatch's work. full_bytes: parameters, their gradients and the
+    optimizer's state, of the model over the ranks that share it, without dealt_bytes: of those, what `zero`
+    deals out to the ranks of dp, or to each `dp_shard` of them. gradient_bytes: what data-parallel copies
     reduce. message_bytes: what crosses a border, one way. shares: by numbers of stages, what each stage has
     of all work; about equal where it is not known.
     """
@@ -92,10 +95,16 @@ class TuneBlock:
     rows: float
     flops: float
     again: Mapping[str | int, BlockWork]
-    fixed_bytes: float
+    full_bytes: float
     gradient_bytes: float
     message_bytes: float
     shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    dealt_bytes: float = 0.0
+    dp_shard: int | None = None
+
+    def fixed_bytes(self, layout: LayoutChoice) -> float:
+        """Of all stages of the model, what a rank of the layout has throughout."""
+        return self.full_bytes + self.dealt_bytes / ((self.dp_shard or layout.dp) * layout.cp)
 
     def scaled(self, rows: float) -> TuneBlock:
         """A guess of the block with other rows."""
@@ -133,18 +142,36 @@ def block_of(
             except PlanError:
                 continue
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
-    first = {p.tied_to: p for p in reversed(job.parameters)}.values()
-    state = sum(state_nbytes(job, p) for p in first if p.grads)
-    gradients = sum(gradient_nbytes(job, p) for p in first if p.grads)
+    full_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
+    first = {p.tied_to: p for p in job.parameters if p.grads}.values()
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
-        sum(parameter_nbytes(job, p) + made_nbytes(p) for p in first) + gradients + state,
-        gradients,
+        full_bytes,
+        sum(parameter.grad_nbytes for parameter in first),
         max(sizes, default=0),
+        dealt_bytes=dealt_bytes,
+        dp_shard=parallel.dp_shard,
     )
+
+
+def _fixed_bytes(job: Job, ep: int) -> tuple[int, int]:
+    """Of parameters, gradients and states: (what each rank has in full, what `zero` deals out). Of experts,
+    which ranks of ep share, that over the ranks of dp is so many times what is dealt out over fewer."""
+    full = dealt = 0
+    for parameter in {p.tied_to: p for p in reversed(job.parameters)}.values():
+        own, read = parameter.grad_nbytes, parameter.spec.nbytes
+        gradient = own if parameter.grads else 0
+        state = STATES[job.optimizer] * gradient
+        if job.zero == 0:
+            full += own + made_nbytes(parameter) + gradient + state
+            continue
+        sharded = own + state + (0 if job.zero == 1 else gradient) + (read if job.zero in (3, "auto") else 0)
+        full += own + read + gradient + state - sharded
+        dealt += sharded * (ep if parameter.is_sharded("ep") else 1)
+    return full, dealt
 
 
 def shares_of(

@@ -95,6 +95,8 @@ class Candidate:
         for key, (_, wanted) in IDLE.items():
             if all(changes[one] == 1 for one in wanted):
                 changes[key] = None
+        if "zero" in changes:
+            changes["dp_shard"] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
         for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute"):

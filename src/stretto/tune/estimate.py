@@ -100,7 +100,7 @@ def guess(
     m, p = layout.microbatches, layout.pp
     works = [block.again[word] for word in words if word in block.again]
     # As many live microbatches as 1F1B has.
-    peaks = [(block.fixed_bytes + work.saved_bytes * min(m, p)) / p for work in works]
+    peaks = [(block.fixed_bytes(layout) + work.saved_bytes * min(m, p)) / p for work in works]
     certain = works[0] if least_us is None else BlockWork((least_us, 0.0, 0.0), 0.0)
     least = bound_us(layout, certain, virtual or least_us is not None)
     for work, peak in zip(works, peaks, strict=True):
@@ -132,7 +132,7 @@ def estimate(
         schedule = _short(family, p, v, count, ahead)
         if schedule is not None:
             live = _live(family, p, v, m, count, ahead)
-            peak = block.fixed_bytes / p + work.saved_bytes * live / (p * v)
+            peak = block.fixed_bytes(layout) / p + work.saved_bytes * live / (p * v)
             least = min(least, peak)
             if peak <= limit_bytes:
                 fitting.append((ahead, schedule))

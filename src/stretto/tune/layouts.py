@@ -114,7 +114,7 @@ class Layouts:
         words, several = self._choices.again(one.layout), self._choices.several_stages(one.layout)
         result = guess(one.layout, block, words, FITS * self._limit, several, least_us)
         one.step_us, one.bound_us = result.step_us, result.bound_us
-        fixed_bytes = block.fixed_bytes / one.layout.pp
+        fixed_bytes = block.fixed_bytes(one.layout) / one.layout.pp
         if fixed_bytes > self._limit:
             self._too_large(TOO_LARGE, one.layout, fixed_bytes)
         elif known is not None and one.step_us == inf:

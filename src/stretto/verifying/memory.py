@@ -28,11 +28,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stretto.ir.action import BEFORE, ONCE_PHASES, Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
-from stretto.ir.kept import added_spec, gradient_nbytes, parameter_nbytes, state_nbytes
+from stretto.ir.kept import added_spec, parameter_nbytes, state_nbytes
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Job, Op
+from stretto.ir.program import GRAD, PARAM, STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
@@ -69,8 +69,7 @@ class Change:
 
 
 def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
-    """What a rank with these stages has throughout, and at the end of a step: "parameters" (with buffers),
-    "optimizer", and "gradients"."""
+    """What a rank with these stages has throughout: "parameters" (with buffers), and "optimizer"."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     kept = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
     buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
@@ -79,17 +78,23 @@ def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
     return {
         "parameters": parameters + sum(b.spec.nbytes for b in buffers),
         "optimizer": sum(state_nbytes(job, p) for p in own),
-        "gradients": sum(gradient_nbytes(job, p) for p in own),
     }
 
 
 def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Of what peaks consist, by rank: `bytes_throughout`, to "parameters" what is made of them for a step,
-    and as "activations" all else: results of ops, buffers of messages, gradients on their way into a sum."""
-    ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
-    for rank, (kept, peak) in enumerate(zip(ranks, peak_bytes, strict=True)):
-        kept["parameters"] += sum(op.made.nbytes for op in plan.once(rank, BEFORE) if op.writes is not None)
+    """Of what peaks consist, by rank: `bytes_throughout`; what is made of parameters for a step, and
+    "gradients", as many as there are when they are the most together; and as "activations" all else: results
+    of ops, buffers of messages, gradients on their way into a sum or between ranks."""
+    ranks: list[dict[str, int]] = []
+    for rank, peak in enumerate(peak_bytes):
+        kept = bytes_throughout(plan.job, plan.schedule.stages_of(rank))
+        memory = RankMemory(plan, rank)
+        for _ in memory.peaks():
+            pass
+        made, kept["gradients"] = memory.most_over_step
+        kept["parameters"] += made
         kept["activations"] = peak - sum(kept.values())
+        ranks.append(kept)
     return {part: tuple(kept[part] for kept in ranks) for part in ranks[0]}
 
 
@@ -98,6 +103,7 @@ class RankMemory:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
+        self._rank = rank
         self._stages = plan.schedule.stages_of(rank)
         self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
             (stage, op.name): (op, phase)
@@ -129,6 +135,8 @@ class RankMemory:
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
         self._over_step: dict[str, int] = {}
         """Gradient, or parameter that is made -> its bytes, from when it begins."""
+        self._lives = self.most_over_step = (0, 0)
+        """Bytes of parameters that are made and of gradients: now, and when they were the most together."""
         self._grad_nbytes = {
             GRAD + parameter.name: added_spec(plan.job, parameter).nbytes for parameter in plan.job.parameters
         }
@@ -291,6 +299,7 @@ class RankMemory:
                 for partial_sum in self._partial_sums.get(ops[at], ()):
                     if GRAD + partial_sum.parameter in first:
                         first.discard(GRAD + partial_sum.parameter)
+                        self._grows(gradients=partial_sum.nbytes)
                         # What becomes the gradient goes as the gradient comes; a copy waits beside it.
                         if partial_sum.product or partial_sum.copied:
                             level += partial_sum.nbytes
@@ -313,6 +322,7 @@ class RankMemory:
             n: self._grad_nbytes[n] for n in op.uses if n in self._grad_nbytes and n not in self._over_step
         }
         self._over_step.update(begun)
+        self._grows(gradients=sum(begun.values()))
         return sum(begun.values())
 
     def _written(self, key: tuple[int, str]) -> int:
@@ -323,7 +333,30 @@ class RankMemory:
         now = sum(spec.nbytes for spec in op.outputs if spec is not None)
         more = now - self._over_step.get(op.writes, 0)
         self._over_step[op.writes] = now
+        self._grows(**{"made" if op.writes.startswith(PARAM) else "gradients": more})
         return more
+
+    def _grows(self, made: int = 0, gradients: int = 0) -> None:
+        """What lives over the step has so many bytes more."""
+        self._lives = (self._lives[0] + made, self._lives[1] + gradients)
+        self.most_over_step = max(self.most_over_step, self._lives, key=sum)
+
+    def peaks(self) -> Iterator[tuple[int, Instruction]]:
+        """The instructions of the rank in order, each with the most bytes that the rank has meanwhile."""
+        for instruction in self._plan.orders[self._rank]:
+            peak = 0
+            if instruction.kind is InstructionKind.RECV:
+                self.post(int(instruction.ref))
+            elif instruction.kind is InstructionKind.SENT:
+                self.sent(int(instruction.ref), instruction.microbatches[0])
+            else:
+                window = self._plan.windows[str(instruction.ref)]
+                count = len(window.items)
+                [change] = self.run(window, instruction.microbatches, [range(count)], [0.0] * count)
+                if change is not None:
+                    peak = self.bytes_held + change.peak
+                    self.bytes_held += change.end
+            yield max(peak, self.bytes_held), instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,18 +393,4 @@ def _peak(plan: Plan, rank: int) -> tuple[int, str]:
 
 def instruction_peaks(plan: Plan, rank: int) -> Iterator[tuple[int, Instruction]]:
     """The instructions of the rank in order, each with the most bytes that the rank has meanwhile."""
-    memory = RankMemory(plan, rank)
-    for instruction in plan.orders[rank]:
-        peak = 0
-        if instruction.kind is InstructionKind.RECV:
-            memory.post(int(instruction.ref))
-        elif instruction.kind is InstructionKind.SENT:
-            memory.sent(int(instruction.ref), instruction.microbatches[0])
-        else:
-            window = plan.windows[str(instruction.ref)]
-            count = len(window.items)
-            [change] = memory.run(window, instruction.microbatches, [range(count)], [0.0] * count)
-            if change is not None:
-                peak = memory.bytes_held + change.peak
-                memory.bytes_held += change.end
-        yield max(peak, memory.bytes_held), instruction
+    return RankMemory(plan, rank).peaks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.ir.action import Schedule
+from stretto.ir.action import ONCE_PHASES, Schedule
 from stretto.ir.plan import LOSS, Plan
 from stretto.ir.program import STARTS
 from stretto.verifying.trace import EventKind, trace_of
@@ -26,7 +26,10 @@ def plan_summary(plan: Plan) -> str:
         head = f"{_counts(('rank', plan.world))} ({mesh}), {head.partition(', ')[2]}"
     events = [event for rank in range(plan.ranks) for event in trace_of(plan, rank)]
     received = [plan.lane_of(event.message[0]) for event in events if event.kind is EventKind.RECV]
-    sums = sum(e.kind is EventKind.START and e.op is not None and e.op.lane != LOSS for e in events)
+    gathers, sums = (
+        sum(op.target in STARTS and op.lane != LOSS for k in range(plan.ranks) for op in plan.once(k, phase))
+        for phase in ONCE_PHASES
+    )
     programs = [
         plan.job.stages[stage].ops[sub]
         for rank in range(plan.ranks)
@@ -35,7 +38,8 @@ def plan_summary(plan: Plan) -> str:
         for sub in phase.programs
     ]
     collectives = sum(op.target in STARTS for ops in programs for op in ops)
-    more = [(what, n) for what, n in (("collective", collectives), ("gradient reduction", sums)) if n]
+    counted = (("collective", collectives), ("parameter gather", gathers), ("gradient reduction", sums))
+    more = [(what, n) for what, n in counted if n]
     lanes = _counts(("communicator", len(set(received))))
     return ", ".join([head, f"{_counts(('message', len(received)))} on {lanes}", *map(_counts, more)])
 
