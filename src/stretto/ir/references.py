@@ -7,23 +7,20 @@ were never a file. After this check, every other look-up in a plan succeeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Iterable
 
 from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.ir.broken import Broken, BrokenReference
+from stretto.ir.broken_once import broken_once
 from stretto.ir.collectives import PRICED
-from stretto.ir.flow import PHASES, is_external, made_parameters
+from stretto.ir.flow import PHASES, is_external
 from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import (
     CHUNK,
-    FREE,
     GETITEM,
-    GRAD,
     INDEX,
     SHARD,
-    STEP_LOSS,
     WAIT,
     Count,
     Edge,
@@ -41,36 +38,9 @@ BY_RANK = ("compute_us", "exposed_us", "bubble_us", "peak_bytes")
 """Lists of a prediction."""
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenReference:
-    """A reference that points at nothing. path: its place in the plan file; rank: if it is in an order."""
-
-    path: str
-    what: str
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.what}"
-
-
-class _Broken(list[BrokenReference]):
-    """What is broken. rank: whose order is looked at."""
-
-    rank: int | None = None
-
-    def unless(self, right: bool, path: str, what: str) -> bool:
-        if not right:
-            self.append(BrokenReference(path, what, self.rank))
-        return right
-
-    def points(self, path: str, value: Any, known: Collection[Any], what: str) -> bool:
-        """what: words for a value that is not among those known, and for how many there are."""
-        return value in known or self.unless(False, path, what.format(value, len(known)))
-
-
 def broken_references(plan: Plan) -> list[BrokenReference]:
     """Every reference of the plan that points at nothing, in the order of the plan file."""
-    result = _Broken()
+    result = Broken()
     _counts(result, plan)
     _programs(result, plan.job)
     if result:
@@ -85,12 +55,12 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
             _instruction(result, plan, f"orders[{rank}][{at}]", instruction)
     result.rank = None
     _communicators(result, plan)
-    _run_once(result, plan)
+    broken_once(result, plan)
     _costs(result, plan)
     return result
 
 
-def _counts(found: _Broken, plan: Plan) -> None:
+def _counts(found: Broken, plan: Plan) -> None:
     """What others walk has an end."""
     most = f"at most {MOST_RANKS:,}"
     found.unless(plan.world <= MOST_RANKS, "job.axes", f"{plan.world} ranks; {most} are planned for")
@@ -99,7 +69,7 @@ def _counts(found: _Broken, plan: Plan) -> None:
         found.unless(right, f"{key}.microbatches", f"{count}; from 1 to {MOST_MICROBATCHES:,} are possible")
 
 
-def _programs(found: _Broken, job: Job) -> None:
+def _programs(found: Broken, job: Job) -> None:
     found.unless(bool(job.stages), "job.stages", "a job has at least one stage")
     for at, stage in enumerate(job.stages):
         path = f"job.stages[{at}]"
@@ -115,7 +85,7 @@ def _programs(found: _Broken, job: Job) -> None:
                     _op(found, f"{path}.ops.{phase}[{number}]", op, seen)
 
 
-def _op(found: _Broken, path: str, op: Op, seen: set[str]) -> None:
+def _op(found: Broken, path: str, op: Op, seen: set[str]) -> None:
     if op.name in seen:
         found.unless(False, path, f"op {op.name!r} is there twice")
     seen.add(op.name)
@@ -128,7 +98,7 @@ def _op(found: _Broken, path: str, op: Op, seen: set[str]) -> None:
         found.unless(False, path, f'a {GETITEM} takes a value and which of its parts, from 0: ["%name", 0]')
 
 
-def _once(found: _Broken, path: str, values: Iterable[Hashable]) -> None:
+def _once(found: Broken, path: str, values: Iterable[Hashable]) -> None:
     seen: set[Hashable] = set()
     for at, value in enumerate(values):
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -136,7 +106,7 @@ def _once(found: _Broken, path: str, values: Iterable[Hashable]) -> None:
         seen.add(value)
 
 
-def _job(found: _Broken, job: Job) -> None:
+def _job(found: Broken, job: Job) -> None:
     for kind in ("parameters", "buffers", "constants"):
         _once(found, f"job.{kind}", (kept.name for kept in getattr(job, kind)))
     for key in ("batch", "fixed", "axes"):
@@ -202,14 +172,14 @@ def _job(found: _Broken, job: Job) -> None:
         found.unless(len(constant.data) == constant.spec.numel, f"job.constants[{at}].data", what)
 
 
-def _carries(found: _Broken, job: Job, path: str, edge: Edge) -> None:
+def _carries(found: Broken, job: Job, path: str, edge: Edge) -> None:
     """A receive's buffer is allocated by the edge's spec: another size would write past it or hang."""
     op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
     made = ", ".join(map(str, op.outputs)) or "no tensor"
     found.unless(op.outputs == (edge.spec,), path, f"carries {edge.spec}, but {edge.value!r} is {made}")
 
 
-def _arrives(found: _Broken, job: Job, path: str, edge: Edge) -> None:
+def _arrives(found: Broken, job: Job, path: str, edge: Edge) -> None:
     what = f"leads from stage {edge.source} to itself; an edge joins two stages"
     found.unless(edge.target != edge.source, path, what)
     programs = job.stages[edge.target].ops
@@ -219,7 +189,7 @@ def _arrives(found: _Broken, job: Job, path: str, edge: Edge) -> None:
     found.unless(reader is edge.user_phase, path, what)
 
 
-def _count(found: _Broken, job: Job, path: str, count: Count) -> None:
+def _count(found: Broken, job: Job, path: str, count: Count) -> None:
     """Counts are made from the batch alone, by ops of their own."""
     made = {f"batch/{name}" for name, _ in job.batch} | {f"const/{c.name}" for c in job.constants}
     for number, op in enumerate(count.ops):
@@ -238,7 +208,7 @@ def _count(found: _Broken, job: Job, path: str, count: Count) -> None:
         found.unless(one, f"{path}.value", f"no op makes one number {count.value!r}")
 
 
-def _reads(found: _Broken, job: Job) -> None:
+def _reads(found: Broken, job: Job) -> None:
     """What ops read from outside the step is given to their stage. A view names a value of its stage, and
     following views ends at one that is none."""
     everywhere = {"tangent"} | {f"batch/{name}" for name, _ in job.batch}
@@ -272,7 +242,7 @@ def _reads(found: _Broken, job: Job) -> None:
                 found.unless(False, path, f"is a view of {op.alias!r}, which stage {at} does not have")
 
 
-def _schedule(found: _Broken, plan: Plan) -> None:
+def _schedule(found: Broken, plan: Plan) -> None:
     schedule, ranks, stages = plan.schedule, plan.ranks, len(plan.job.stages)
     what = f"orders of {schedule.ranks} ranks, but the plan has orders of {ranks} ranks"
     found.unless(schedule.ranks == ranks, "schedule.orders", what)
@@ -282,7 +252,7 @@ def _schedule(found: _Broken, plan: Plan) -> None:
     found.unless(len(schedule.stage_ranks) == stages, "schedule.stage_ranks", what)
 
 
-def _window(found: _Broken, plan: Plan, name: str, window: Window) -> None:
+def _window(found: Broken, plan: Plan, name: str, window: Window) -> None:
     job, parts = plan.job, range(len(window.parts))
     path = f"windows.{name}" if name.isidentifier() else f'windows["{name}"]'
     found.unless(window.name == name, path, f"the window calls itself {window.name!r}")
@@ -318,7 +288,7 @@ def _sound_shares(window: Window) -> bool:
     )
 
 
-def _instruction(found: _Broken, plan: Plan, path: str, instruction: Instruction) -> None:
+def _instruction(found: Broken, plan: Plan, path: str, instruction: Instruction) -> None:
     kind, ref, bound = instruction.kind, instruction.ref, len(instruction.microbatches)
     if kind is InstructionKind.RUN:
         if found.points(path, ref, plan.windows, "there is no window {!r}"):
@@ -329,7 +299,7 @@ def _instruction(found: _Broken, plan: Plan, path: str, instruction: Instruction
         found.unless(bound == 1, path, f"{kind} takes one microbatch, found {bound}")
 
 
-def _communicators(found: _Broken, plan: Plan) -> None:
+def _communicators(found: Broken, plan: Plan) -> None:
     sizes = dict(plan.mesh.sizes)
     for at, communicator in enumerate(plan.communicators):
         path = f"communicators[{at}]"
@@ -343,46 +313,7 @@ def _communicators(found: _Broken, plan: Plan) -> None:
                 found.points(f"{path}.ranks[{k}]", rank, range(sizes[axis]), what)
 
 
-def _run_once(found: _Broken, plan: Plan) -> None:
-    """Programs that run once a step: collectives over a communicator of the plan, what lives over the step,
-    and values that an op before makes."""
-    made = made_parameters(plan.job)
-    changed = {GRAD + parameter.name for parameter in plan.job.parameters} | {STEP_LOSS}
-    given = changed | {SHARD + parameter.tied_to for parameter in plan.job.parameters if parameter.is_made}
-    lanes = {communicator.name for communicator in plan.communicators}
-    for at, stage in enumerate(plan.job.stages):
-        for phase in ONCE_PHASES:
-            before: set[str] = set()
-            for k, op in enumerate(stage.ops.get(phase, ())):
-                path = f"job.stages[{at}].ops.{phase}[{k}]"
-                what = f"{op.name}: {op.target} cannot be read with these arguments and results"
-                if not found.unless(_has_form(op), path, what):
-                    continue
-                for name in op.uses:
-                    found.points(path, name, given | before, f"{op.name}: there is no {{!r}} before it")
-                if op.writes is not None:
-                    found.points(path, op.writes, changed | made, f"{op.name}: there is no {{!r}} to write")
-                if op.kind is not None:
-                    found.points(path, op.lane, lanes, f"{op.name}: there is no communicator {{!r}}")
-                before.add(op.name)
-
-
-def _has_form(op: Op) -> bool:
-    """Whether what starts, awaits or frees has arguments and results of its form."""
-    if op.target == FREE:
-        return op.writes is not None and not (op.args or op.kwargs or op.outputs)
-    if op.kind is None and op.target != WAIT:
-        return True
-    match op.args:
-        case (Ref(), *how, str(), int(size)) if op.kind is not None:
-            reductions = [str] * bool(op.kind.reductions)
-            right = type(size) is int and list(map(type, how)) == reductions and op.writes is None
-        case _:
-            right = op.target == WAIT and list(map(type, op.args)) == [Ref]
-    return right and op.spec is not None and not op.kwargs
-
-
-def _costs(found: _Broken, plan: Plan) -> None:
+def _costs(found: Broken, plan: Plan) -> None:
     ops = {(stage, op.name) for stage, op in plan.job.all_ops}
     costs, ranks = plan.costs, range(plan.ranks)
     for key in costs.op_us:

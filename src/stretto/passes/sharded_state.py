@@ -163,13 +163,14 @@ class _Programs:
     ) -> Iterator[Op]:
         """The sum of the parts of a gradient, in its own dtype; nothing where it is there."""
         spec = parameter.grad_spec
-        total = values[0]
-        for number, value in enumerate(values[1:]):
-            first = specs[values[0]]
-            assert first is not None
-            yield Op(f"{made}.{number}", ADD, (Ref(total), Ref(value)), (), (replace(first, stride=None),))
-            total = f"{made}.{number}"
-        given = specs[values[0]]
-        if given is not None and given.dtype != spec.dtype:
-            dtype = (("dtype", Const("dtype", spec.dtype)),)
-            yield Op(f"{made}.cast", CAST, (Ref(total),), dtype, (spec,))
+        total = ""
+        for number, value in enumerate(values):
+            given = specs[value]
+            if given is not None and given.dtype != spec.dtype:
+                dtype = (("dtype", Const("dtype", spec.dtype)),)
+                yield Op(f"{made}.{number}.cast", CAST, (Ref(value),), dtype, (spec,))
+                value = f"{made}.{number}.cast"
+            if total:
+                yield Op(f"{made}.{number}", ADD, (Ref(total), Ref(value)), (), (spec,))
+                value = f"{made}.{number}"
+            total = value

@@ -17,8 +17,9 @@ from stretto.verifying.communicators import communicator_faults
 from stretto.verifying.fault import Fault
 from stretto.verifying.messages import deadlock_faults, message_faults
 from stretto.verifying.ops import op_faults
-from stretto.verifying.over_step import over_step_faults, reduction_faults
+from stretto.verifying.over_step import over_step_faults
 from stretto.verifying.placements import placement_faults, sharding_faults
+from stretto.verifying.reduced import reduction_faults
 from stretto.verifying.schedule import action_faults
 from stretto.verifying.shapes import shape_faults
 from stretto.verifying.windows import lifetime_faults, window_faults
