@@ -1,7 +1,7 @@
 """Proves what comes of the programs that run once a step: at the end gradients are made of those of their
-tie, each once, and of no other, and parameters of what is kept of them. Along each axis ranks have equal ones,
-partial sums or parts: the programs are placed as all others are (`stretto.ir.placements`), and at the end a
-gradient is as what is kept of its parameter.
+tie, each once, and of no other, and parameters of what is kept of them. Along each axis ranks have equal
+ones, partial sums or parts: the programs are placed as all others are (`stretto.ir.placements`), and at the
+end a gradient is as what is kept of its parameter.
 """
 
 from __future__ import annotations
