@@ -22,7 +22,7 @@ Kind = Literal["float32", "bf16"]
 
 
 @cache
-def plan_of(zero: Literal[0, 1], precision: Kind) -> Plan:
+def plan_of(zero: Literal[0, 1, 2, 3], precision: Kind) -> Plan:
     """Of a GPT with 60 million parameters."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=16384, layers=2, hidden=1024, heads=16, context=128))
@@ -36,14 +36,14 @@ def rows() -> list[tuple[str, ...]]:
     """Kind, zero, part, and its bytes by the textbook and by the plan."""
     found = []
     for precision in ("float32", "bf16"):
-        for zero in (0, 1):
+        for zero in (0, 1, 2, 3):
             plan = plan_of(zero, precision)
             assert plan.prediction is not None
             count = sum(parameter.spec.numel for parameter in plan.job.parameters)
-            copy, dealt = (2 if precision == "bf16" else 4 * zero), DP if zero else 1
+            copy, dealt = (2 if precision == "bf16" else 4 * (zero > 0)), DP if zero else 1
             textbook = {
-                "parameters": (copy + 4 / dealt) * count,
-                "gradients": 4 * count,
+                "parameters": ((0 if zero == 3 else copy) + 4 / dealt) * count,
+                "gradients": 4 / (DP if zero > 1 else 1) * count,
                 "optimizer": 8 / dealt * count,
             }
             for part, nbytes in textbook.items():

@@ -24,7 +24,7 @@ from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
 from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
 from stretto.passes.sequence_first import sequence_first
-from stretto.passes.sharded_state import sharded_state
+from stretto.passes.sharded_state import auto_gathered, auto_scattered, sharded_state
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
 
@@ -58,6 +58,8 @@ STEP_PASSES = (
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
     OfStep(recomputed),  # what the backward computes again instead of keeping it
     OfStep(sharded_state),  # parameters are gathered where they are read, gradients scattered where made
+    OfStep(auto_scattered, tried=True),  # gradients alone, where planning is to say
+    OfStep(auto_gathered, tried=True),  # both, where planning is to say
 )
 
 

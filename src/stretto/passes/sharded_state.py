@@ -13,7 +13,7 @@ and stay, gradients are added up in full and scattered after the last addition.
        own dtype.
 
 Starts and waits are ops of the microbatch, ordered as all others are. With `zero = 2` gradients are scattered
-so, with `zero = 3` parameters are gathered so as well.
+so, with `zero = 3` parameters are gathered so as well. With `zero = "auto"` planning tries both, and neither.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dataclasses import replace
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.kept import part_count
-from stretto.ir.parameters import Parameter
+from stretto.ir.parameters import Parameter, Zero
 from stretto.ir.program import PARAM, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.rewrite import stage_of, with_uses
-from stretto.passes.step import Context, Step
+from stretto.passes.step import Context, LeftOutError, Step
 from stretto.schedule.flat import scattered
 from stretto.schedule.sums import ADD
 from stretto.schedule.unshard import CAST, buckets_of, gathered
@@ -36,10 +36,24 @@ from stretto.schedule.unshard import CAST, buckets_of, gathered
 
 def sharded_state(step: Step, context: Context) -> Step:
     """The step whose programs scatter gradients, and gather parameters, as its `zero` asks for."""
-    job = step.job
-    if job.zero not in (2, 3) or not any(parameter.kept for parameter in job.parameters):
-        return step
-    return replace(step, job=in_programs(job, gathers=job.zero == 3))
+    zero = step.job.zero
+    return replace(step, job=in_programs(step.job, gathers=zero == 3)) if zero in (2, 3) else step
+
+
+def auto_scattered(step: Step, context: Context) -> Step:
+    """The step whose programs scatter gradients, where it is open whether they do."""
+    return _tried(step, 2)
+
+
+def auto_gathered(step: Step, context: Context) -> Step:
+    """The step whose programs also gather parameters, where it is open whether they do."""
+    return _tried(step, 3)
+
+
+def _tried(step: Step, zero: Zero) -> Step:
+    if step.job.zero != "auto":
+        raise LeftOutError
+    return replace(step, job=replace(in_programs(step.job, gathers=zero == 3), zero=zero))
 
 
 def in_programs(job: Job, gathers: bool) -> Job:
