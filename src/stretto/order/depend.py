@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.ir.action import AFTER, ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
@@ -250,7 +250,7 @@ class _GraphMaker:
         asked = op.collective
         if asked is not None:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
-            role = Role.SUM if phase in ONCE_PHASES else Role.START
+            role = Role.SUM if phase is AFTER else Role.START
             return Node(item, role, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
             start = self._maker(item.part, op.uses[0])

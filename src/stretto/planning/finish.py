@@ -31,7 +31,7 @@ from functools import cache
 from math import inf
 
 from stretto.errors import PlanError
-from stretto.ir.action import ONCE_PHASES
+from stretto.ir.action import AFTER, ONCE_PHASES
 from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order.depend import WindowGraph, make_graph
@@ -188,7 +188,7 @@ def _at_end(plan: Plan) -> dict[str, Window]:
     """By name, windows in which reductions start, with these at their end."""
     result: dict[str, Window] = {}
     for name, window in plan.windows.items():
-        last = {part for part, (_, phase) in enumerate(window.parts) if phase in ONCE_PHASES}
+        last = {part for part, (_, phase) in enumerate(window.parts) if phase is AFTER}
         items = tuple(sorted(window.items, key=lambda item: item.part in last))
         if items != window.items:
             result[name] = replace(window, items=items)

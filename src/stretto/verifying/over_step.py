@@ -159,7 +159,7 @@ class _History:
                 contents.complete(op)
                 continue
             if isinstance(op, _Reads):
-                if contents.of.get(op.name) != self.made[op.name]:
+                if self.made[op.name] is None or contents.of.get(op.name) != self.made[op.name]:
                     yield self._fault(at, op.op, *self._wrong(op.name, at, done))
                 continue
             if op.name in done:

@@ -75,7 +75,7 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
             what = f"is {spec or 'no tensor'} in the end, instead of {given or 'nothing'}"
             yield Fault(rank, name, what, "Write what has its shape and dtype")
     for p in read:
-        if PARAM + p.name in wrote and made[PARAM + p.name] != ((SHARD + p.tied_to,),):
+        if PARAM + p.name in wrote and made.get(PARAM + p.name, ()) not in ((), ((SHARD + p.tied_to,),)):
             yield Fault(rank, PARAM + p.name, "is made of another parameter", "Make it of its own")
     for names in ({STEP_LOSS: [STEP_LOSS]} | ties).values():
         left = [one for name in names for piece in made.get(name, ()) for one in piece]
