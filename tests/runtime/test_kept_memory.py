@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -24,11 +25,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, tp 2": {"dp": 2, "tp": 2},
     "dp 2, pp 2": {"dp": 2, "pp": 2},
 }
-FAST = (("float32", "dp 3, uneven rows"), ("bf16", "dp 4 in groups"), ("bf16", "dp 2, tp 2"))
-
-UNPROVED = pytest.mark.xfail(
-    strict=True,
-    reason="rows that tp ranks share and that dp does not divide: the slice of padding is refused",
+FAST = (
+    (1, "float32", "dp 3, uneven rows"),
+    (1, "bf16", "dp 2, tp 2"),
+    (2, "bf16", "dp 4 in groups"),
+    (3, "float32", "dp 2, tp 2"),
+    (3, "bf16", "dp 3, uneven rows"),
 )
 
 SMALL_BYTES = 2**15
@@ -42,31 +44,26 @@ def stored(tensors: Iterable[Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("precision", "name"),
+    ("zero", "precision", "name"),
     [
-        pytest.param(
-            precision,
-            name,
-            marks=[UNPROVED]
-            if (precision, name) == ("float32", "dp 2, tp 2")
-            else []
-            if (precision, name) in FAST
-            else [pytest.mark.slow],
-        )
-        for precision in ("float32", "bf16")
-        for name in LAYOUTS
+        pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])
+        for case in product((1, 2, 3), ("float32", "bf16"), LAYOUTS)
     ],
 )
 def test_parts_are_those_of_the_textbook_and_peaks_the_measured_ones(
-    precision: Literal["float32", "bf16"], name: str, monkeypatch: pytest.MonkeyPatch
+    zero: Literal[1, 2, 3],
+    precision: Literal["float32", "bf16"],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rajbhandari et al., "ZeRO", 2020: of n parameters a rank has, where k ranks share them, what the model
-    computes with, gradients in full, and of the model's own values and two averages n / k each."""
+    """Rajbhandari et al., "ZeRO", 2020: of n parameters a rank has, where k ranks share them, of the model's
+    own values and two averages n / k each; gradients in full, from 2 on n / k; and but for 3 what the model
+    computes with."""
     monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", SMALL_BYTES)
     layout = LAYOUTS[name]
     model = GPT(GPTConfig(vocab_size=130, layers=2, hidden=128, heads=4, context=4), seed=3)
     batch = torch.randint(0, 130, (2 * layout["dp"], 5), generator=torch.Generator().manual_seed(5))
-    parallel = Parallel(microbatches=2, zero=1, **layout)
+    parallel = Parallel(microbatches=2, zero=zero, **layout)
     plan = stretto.plan(
         capture(model, batch, next_token_loss, parallel, precision=precision), cores(), order="list"
     )
@@ -79,8 +76,8 @@ def test_parts_are_those_of_the_textbook_and_peaks_the_measured_ones(
         assert sum(parts.values()) == plan.prediction.peak_bytes[rank]
         read_bytes = 4 if precision == "float32" else 2
         expected = {
-            "parameters": read_bytes * count + 4 * count / share,
-            "gradients": 4 * count,
+            "parameters": (read_bytes * count if zero < 3 else 0) + 4 * count / share,
+            "gradients": 4 * count / (share if zero > 1 else 1),
             "optimizer": 8 * count / share,
         }
         for part, nbytes in expected.items():

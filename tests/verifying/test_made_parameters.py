@@ -1,4 +1,4 @@
-"""Parameters that a program makes are read between what makes them and what frees them, or a plan is refused."""
+"""Parameters that a program makes are read between what makes and what frees them, or a plan is refused."""
 
 from __future__ import annotations
 
