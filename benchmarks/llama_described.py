@@ -8,9 +8,8 @@ last the head. What the backward computes again is what a device's memory asks f
 or CHUNKS of the sequence. Captured on the meta device, planned with described costs; prints the table of
 docs/results.md.
 
-The optimizer's state (AdamW, and the masters in float32) is counted as sharded over dp, which this job does
-not do yet: a device is described with as much more memory as that would save, and the table has it taken off.
-Gathering what is sharded would take a message as long as the gradient's once a step, which is not counted.
+The optimizer's state (AdamW, and the masters in float32) is sharded over dp: `zero = 1`. The update itself is
+not counted.
 
 MFU is by 6 operations a parameter and token, without the embedding, and by the causal half of attention.
 """
@@ -18,20 +17,16 @@ MFU is by 6 operations a parameter and token, without the embedding, and by the 
 from __future__ import annotations
 
 import resource
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stretto
-from stretto.ir.stage_maps import loop
 from stretto.models.build import huggingface_sum
 from stretto.price.devices import device
-from stretto.verifying.memory import bytes_throughout
 
 DEVICE, TP, PP, DP, STAGES_A_RANK, MICROBATCHES, TOKENS = "h100", 8, 16, 128, 8, 16, 8192
 LAYERS, HIDDEN, VOCABULARY = 126, 16384, 128256
@@ -59,6 +54,7 @@ def captured(chunks: int) -> stretto.Job:
         pp=PP,
         tp=TP,
         dp=DP,
+        zero=1,
         sequence_parallel=True,
         microbatches=MICROBATCHES,
         schedule="interleaved-1f1b",
@@ -70,18 +66,6 @@ def captured(chunks: int) -> stretto.Job:
     return stretto.capture(model(), batch, huggingface_sum, parallel, precision="bf16", device="cuda")
 
 
-def sharded_bytes(job: stretto.Job) -> list[int]:
-    """By pipeline rank, what it would not keep of the optimizer's state and the masters if they were sharded
-    over dp."""
-    ranks_of = loop(PP, STAGES_A_RANK)
-    result = []
-    for rank in range(PP):
-        parts = bytes_throughout(job, [stage for stage, of in enumerate(ranks_of) if of == rank])
-        # Masters are as large as gradients.
-        result.append((parts["optimizer"] + parts["gradients"]) * (DP - 1) // DP)
-    return result
-
-
 def flops() -> float:
     """Of a step, on each device."""
     parameters = sum(p.numel() for p in model().parameters()) - VOCABULARY * HIDDEN
@@ -91,12 +75,8 @@ def flops() -> float:
 
 
 def planned(job: stretto.Job) -> stretto.Plan:
-    memory_bytes = device(DEVICE).memory_bytes + min(sharded_bytes(job))
-    text = f'device = "{DEVICE}"\ncount = {TP * PP * DP}\n[figures]\nmemory_gb = {memory_bytes / 1e9}\n'
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "h100s.toml"
-        path.write_text(text)
-        return stretto.plan(replace(job, recompute=memory_bytes), str(path))
+    job = replace(job, recompute=int(device(DEVICE).memory_bytes))
+    return stretto.plan(job, f"{DEVICE}x{TP * PP * DP}")
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -116,7 +96,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         rate = flops() / result.step_us / 1e6
         bubble = sum(result.bubble_us) / PP / result.step_us
         again = sum(plan.again_us) / PP / result.step_us
-        peak = max(p - s for p, s in zip(result.peak_bytes, sharded_bytes(job), strict=True))
+        peak = max(result.peak_bytes)
         hidden = " | ".join(f"{100 * (result.hidden(axis) or 0):.1f} %" for axis in ("tp", "dp", "pp"))
         most_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         peak_tflops = device(DEVICE).number("peak_tflops")

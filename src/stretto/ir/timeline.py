@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.files.codec import Finite
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.axes import AXES, PIPELINE
 
 COMPUTE_LANE = "compute"
@@ -202,7 +202,7 @@ def without_closing_waits(spans: Iterable[Span], step_us: float) -> list[Span]:
     worked_us: dict[int, float] = defaultdict(float)
     ended_us: dict[int, float] = defaultdict(float)
     for span in spans:
-        if span.kind is SpanKind.COMPUTE and span.phase is not Phase.REDUCE_GRAD:
+        if span.kind is SpanKind.COMPUTE and span.phase not in ONCE_PHASES:
             worked_us[span.rank] = max(worked_us[span.rank], span.end_us)
         if span.kind in (SpanKind.COMPUTE, SpanKind.EXPOSED):
             ended_us[span.rank] = max(ended_us[span.rank], span.end_us)

@@ -237,7 +237,8 @@ class RankState:
 
     def free(self, name: str) -> None:
         """It is there no longer."""
-        self.grads.pop(self._numbers[name], None)
+        self._made.pop(name, None)
+        self.grads.pop(self._numbers.get(name, -1), None)
 
     def share_of_loss(self) -> torch.Tensor:
         """One of each copy's ranks adds its share, the others nothing."""
