@@ -74,7 +74,7 @@ def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
     op = Op("made", kind.target, (Ref("param/x"), *how, "tp", 2), (), (spec,))
 
     def differ(sharded: bool, axis: str) -> bool:
-        shards = {"x": Shard(axis, 0)} if sharded else {}
+        shards = {"param/x": Shard(axis, 0)} if sharded else {}
         return "made" in differing([op], {"param/x": spec}, shards, axis)
 
     for sharded in (False, True):

@@ -14,8 +14,8 @@ from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.passes.flat import LARGE_BYTES
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.flat import LARGE_BYTES
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.synthetic_comm import make_comm_costs, reduced
@@ -112,7 +112,7 @@ def test_sums_start_in_last_runs_only(family: str) -> None:
 def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives of tp and of dp share slow cards: sums that start early make a step longer than waiting at
     once, and those at the end of last runs do not."""
-    monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", 3000)  # so that there are several
+    monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", 3000)  # so that there are several
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=4, context=16))
     parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)

@@ -59,7 +59,7 @@ def test_parts_are_those_of_the_textbook_and_peaks_the_measured_ones(
     """Rajbhandari et al., "ZeRO", 2020: of n parameters a rank has, where k ranks share them, of the model's
     own values and two averages n / k each; gradients in full, from 2 on n / k; and but for 3 what the model
     computes with."""
-    monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", SMALL_BYTES)
+    monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", SMALL_BYTES)
     layout = LAYOUTS[name]
     model = GPT(GPTConfig(vocab_size=130, layers=2, hidden=128, heads=4, context=4), seed=3)
     batch = torch.randint(0, 130, (2 * layout["dp"], 5), generator=torch.Generator().manual_seed(5))

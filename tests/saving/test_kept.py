@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stretto
-from stretto.ir.kept import kept_spec, part_number
+from stretto.ir.kept import kept_spec, part_number, shard_spec
 from stretto.runtime.runner import Runner
 from tests.runtime.parts import NoSteps, adamw, halved, on_meta, plain, plan_of, run, update
 
@@ -65,7 +65,7 @@ def test_a_model_on_meta_gets_memory_for_its_rows_alone(kind: str, reads: str, t
         for known, parameter in runner.tensors.known_parameters():
             number = part_number(job, known, runner.coordinates)
             assert tuple(parameter.shape) == kept_spec(job, known, number).shape
-            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert parameter.untyped_storage().nbytes() == shard_spec(job, known).nbytes
         stretto.load(tmp_path / "saved", runner)
         return runner.state_dict(only_on=0)
 

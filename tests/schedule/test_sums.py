@@ -47,7 +47,7 @@ def test_every_start_is_waited_for_before_the_next_sum_of_its_gradients() -> Non
 
 
 def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", 2**30)
+    monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", 2**30)
     job = comm_job(1, 2, (("dp", 2),), blocks=2)
     [together] = [groups for lane, groups in starts(job) if lane == "dp"]
     assert len(together) == len(job.parameters)

@@ -157,7 +157,7 @@ def test_a_value_for_another_stage_of_the_rank_lives_until_that_stage_has_read_i
 
 def test_gradients_that_are_summed_together_are_put_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak(large_bytes: int) -> float:
-        monkeypatch.setattr("stretto.schedule.flat.LARGE_BYTES", large_bytes)
+        monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", large_bytes)
         plan = sums_plan()
         assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
         return simulate(plan).peak_bytes[0] / A

@@ -18,8 +18,8 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan
 from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, Ref, Shard, Stage
-from stretto.schedule.flat import CAT
-from stretto.schedule.flat import VIEWS as SPLIT
+from stretto.passes.flat import CAT
+from stretto.passes.flat import VIEWS as SPLIT
 from stretto.schedule.once import around_starts
 
 

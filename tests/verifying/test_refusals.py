@@ -194,7 +194,7 @@ GRID: list[Row] = [
     ),
     (op(0, "dp.0.1.parts", args=(Ref("dp.0.1.sum"), (131072, 512), 1)), "dp.0.1.parts", "the plan says"),
     (op(0, "dp.0.1.1", args=(Ref("dp.0.1.parts"), 0)), "dp.0.1.1", "takes part 0 of"),
-    (op(0, "dp.0.1.0.grad", writes="grad/w0.0"), "rank 0, dp.0.1.0.grad", "writes float32[512] into"),
+    (op(0, "dp.0.1.0.grad", writes="grad/w0.0"), "rank 0, grad/n0", "never summed over dp"),
     (op(0, "dp.0.1.0.grad", writes=None), "grad/n0", "never summed over dp"),
     (op(0, "dp.0.1.1.grad", writes="grad/w0.1"), "rank 0, grad/w0.1", "made of grad/w0.0 at the end"),
     (schedule(stage_ranks=(1, 1)), "what stage 1 does once a step", "is not the first"),

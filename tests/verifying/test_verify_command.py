@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str | bytes, tuple[str, ...], int, tuple[str, ...]]] = {
         plan_to_text(one_of_each()),
         (),
         0,
-        ("ok: 12 ranks (pp 2 x dp 3 x tp 2)", " 6 messages", " 51 collectives", " 12 gradient reductions\n"),
+        ("ok: 12 ranks (pp 2 x dp 3 x tp 2)", " 6 messages", " 51 collectives", " 10 gradient reductions\n"),
     ),
     "one rank": (plan_to_text(make_plan(make_schedule("1f1b", 1, 1))), (), 0, ("1 rank, 1 microbatch,",)),
     "faults of a schedule": ("0F0,0B0\n1B0,1F0\n", (), 1, ("1 fault\n  rank 1, 1B0: ",)),

@@ -2,7 +2,7 @@
 where ops read them, and gradients are scattered where ops make them (Rajbhandari et al., "ZeRO", 2020, stages
 2 and 3; Zhao et al., "PyTorch FSDP", 2023).
 
-What is not done here is done once a step (`stretto.schedule`): parameters are gathered before their first use
+What is not done here is done once a step: parameters are gathered before their first use
 and stay, gradients are added up in full and scattered after the last addition.
 
     1. A program (F, I or W) gathers what it reads: large parameters by themselves, small ones together, each
@@ -27,11 +27,10 @@ from stretto.ir.flow import PHASES
 from stretto.ir.kept import part_count
 from stretto.ir.parameters import Parameter, Zero
 from stretto.ir.program import PARAM, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.passes.flat import ADD, scattered
 from stretto.passes.rewrite import stage_of, with_uses
+from stretto.passes.rows import CAST, buckets_of, gathered
 from stretto.passes.step import Context, LeftOutError, Step
-from stretto.schedule.flat import scattered
-from stretto.schedule.sums import ADD
-from stretto.schedule.unshard import CAST, buckets_of, gathered
 
 
 def sharded_state(step: Step, context: Context) -> Step:

@@ -14,7 +14,7 @@ from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
+from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job, Stage
 from stretto.ir.transfers import message_us, reduced_bytes
 
 ACTION_US = 8.0
@@ -98,19 +98,22 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
             if asked is not None and made is not None and job.size(asked.axis) > 1:
                 sizes[asked.axis, asked.kind].add(asked.nbytes)
                 dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
-        for (axis, kind, dtype), each in _once_a_step(job).items():
-            sizes[axis, kind].update((min(each), max(each), sum(each)))
-            dtypes[axis, kind][dtype] += sum(each)
+        for stage in job.stages:
+            for (axis, kind, dtype), each in _once_a_step(job, stage).items():
+                sizes[axis, kind].update((min(each), max(each), sum(each)))
+                dtypes[axis, kind][dtype] += sum(each)
     return tuple(
         WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)
     )
 
 
-def _once_a_step(job: Job) -> dict[tuple[str, str, str], list[int]]:
-    """(axis, kind, dtype) -> bytes of what travels once a step of parameters and gradients, one by one."""
+def _once_a_step(job: Job, stage: Stage) -> dict[tuple[str, str, str], list[int]]:
+    """(axis, kind, dtype) -> bytes of what travels once a step of a stage's parameters and gradients, one by
+    one."""
     result: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for axis, parameter in ((axis, p) for axis, size in job.axes if size > 1 for p in job.parameters):
+    here = [parameter for parameter in job.parameters if stage.index in parameter.stages]
+    for axis, parameter in ((axis, p) for axis, size in job.axes if size > 1 for p in here):
         nbytes = reduced_bytes(job, parameter, axis)
         if axis in parameter.kept:
             result[axis, ALL_GATHER.name, parameter.spec.dtype].append(parameter.spec.nbytes)
@@ -118,9 +121,8 @@ def _once_a_step(job: Job) -> dict[tuple[str, str, str], list[int]]:
             continue
         kind = REDUCE_SCATTER if axis in parameter.kept else ALL_REDUCE
         result[axis, kind.name, parameter.grad_dtype].append(nbytes)
-    reduced = {axis for axis, kind, _ in result if kind == ALL_REDUCE.name}
     for axis in job.data_axes:
-        if axis not in reduced:
+        if any(axis in parameter.kept for parameter in job.parameters):
             result[axis, ALL_REDUCE.name, job.loss_spec.dtype].append(job.loss_spec.nbytes)
     return result
 

@@ -251,7 +251,7 @@ class RankTensors:
         return self._parts[id(full)]
 
     def _empty_part(self, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for this rank's part, of one that is kept in rows with the padding of collectives."""
+        """Memory for this rank's part; where it keeps rows, with the padding of collectives."""
         job = self.plan.job
         if not parameter.kept:
             return torch.empty(parameter.spec.shape, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
 A gradient may have to be reduced for several reasons, in this order: each rank keeps some of its rows
-(`Parameter.kept`), and all have addends of them; its parts along an axis (`Parameter.partial`); its copies on
-several pipeline ranks (ties); the data-parallel copies. Large gradients are reduced by themselves, where they
+(`Parameter.kept`), and all have partial sums of them; its parts along an axis (`Parameter.partial`); its copies
+on several pipeline ranks (ties); the data-parallel copies. Large gradients are reduced by themselves, where they
 are; small ones that are ready at about the same time share a bucket (Li et al., "PyTorch Distributed", 2020;
 Rajbhandari et al., "ZeRO", 2020); ties are reduced one by one.
 
@@ -38,7 +38,8 @@ from stretto.ir.program import (
     Shard,
     TensorSpec,
 )
-from stretto.schedule.flat import (
+from stretto.passes.flat import (
+    ADD,
     Moved,
     in_buckets,
     is_large,
@@ -54,7 +55,7 @@ TIED = "tied "
 
 
 _Step = tuple[str, str]
-"""(kind of collective, lane) by which a gradient is reduced."""
+"""(kind of collective, axis or `TIED`) by which a gradient is reduced."""
 
 
 @dataclass(slots=True)
@@ -111,22 +112,31 @@ class _RankReductions:
                 yield from reduction.tail
 
     def _rounds(self) -> Iterator[list[Moved]]:
-        """Of each gradient the first reduction in the first round, the second in the second, and so on."""
+        """What each gradient is reduced by first; then one after the other what is left."""
         chains = {name: self._chain(name) for name in self._groups}
-        for turn in range(max(map(len, chains.values()), default=0) or 1):
-            result = [] if turn else list(self._of_loss())
-            together: dict[_Step, list[str]] = defaultdict(list)
-            for name, chain in chains.items():
-                if turn < len(chain):
-                    together[chain[turn]].append(name)
-            axes = [axis for axis, _ in self._job.axes]
-            for kind, lane in sorted(together, key=lambda step: (step[1] in axes, self._place_of(step[1]))):
-                names = together[kind, lane]
-                if lane in axes:
-                    result += self._over(kind, lane, names)
-                else:
-                    result += [self._of_ties(name) for name in names]
-            yield result
+        firsts: dict[_Step, list[str]] = defaultdict(list)
+        left: dict[_Step, list[str]] = defaultdict(list)
+        for name, chain in chains.items():
+            for turn, step in enumerate(chain):
+                (left if turn else firsts)[step].append(name)
+        early = list(self._of_loss())
+        for step in sorted(firsts, key=lambda step: (step[1] != TIED, *self._turn(step))):
+            early += self._by(step, firsts[step])
+        yield early
+        for step in sorted(left, key=self._turn):
+            yield self._by(step, left[step])
+
+    def _by(self, step: _Step, names: Sequence[str]) -> list[Moved]:
+        kind, lane = step
+        return [self._of_ties(name) for name in names] if lane == TIED else self._over(kind, lane, names)
+
+    def _turn(self, step: _Step) -> tuple[int, str | int]:
+        """Scatters, parts by axis, ties, copies of the data."""
+        kind, lane = step
+        axes, data = [axis for axis, _ in self._job.axes], self._job.data_axes
+        if kind == REDUCE_SCATTER.name:
+            return 0, -axes.index(lane)
+        return (2, "") if lane == TIED else (3, data.index(lane)) if lane in data else (1, lane)
 
     def _chain(self, name: str) -> list[_Step]:
         """What a gradient is reduced by, in order: it is scattered first, so that all else is of parts."""
@@ -135,14 +145,9 @@ class _RankReductions:
         kept = () if parameter.scattered else parameter.kept
         chain: list[_Step] = [(REDUCE_SCATTER.name, axis) for axis in kept]
         chain += [(ALL_REDUCE.name, axis) for axis in axes]
-        chain += [(ALL_REDUCE.name, TIED + name)] if name in self._tied else []
+        chain += [(ALL_REDUCE.name, TIED)] if name in self._tied else []
         over = (*parameter.kept, *partial, *(shard.axis for shard in parameter.shards))
         return chain + [(ALL_REDUCE.name, axis) for axis in self._job.data_axes if axis not in over]
-
-    def _place_of(self, lane: str) -> tuple[bool, str | int]:
-        """Axes within a sample by name, then data axes as the job has them; ties by name."""
-        axes = self._job.data_axes
-        return (True, axes.index(lane)) if lane in axes else (False, lane)
 
     def _of_loss(self) -> Iterator[Moved]:
         if reduces_loss(self._job, self._places):
@@ -207,8 +212,6 @@ class _RankReductions:
                 yield Op(f"{PIPELINE}.free.{other}", FREE, (), writes=GRAD + other)
                 total = made
 
-
-ADD = "aten.add.Tensor"
 
 Given = Sequence[tuple[Parameter, TensorSpec]]
 """Parameters, and what their gradients are by now."""

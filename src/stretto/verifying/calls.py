@@ -25,7 +25,7 @@ from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, specs_of
 from stretto.ir.program import GETITEM, SHARD, STARTS, Arg, Op, Ref, Stage
-from stretto.schedule.unshard import CAST
+from stretto.passes.rows import CAST
 from stretto.verifying.fault import Fault
 from stretto.verifying.pieces import Pieces, pieces_of
 

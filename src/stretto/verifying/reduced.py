@@ -122,10 +122,10 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
         if size > 1:
-            begin = {GRAD + p.name: _before(p, axis) for p in here}
-            begin |= {SHARD + p.tied_to: part(0) if axis in p.kept else _as_sharded(p, axis) for p in made}
-            end = {GRAD + p.name: part(0) if axis in p.kept else _as_sharded(p, axis) for p in here}
-            end |= {name: _as_sharded(p, axis) for p in made if (name := PARAM + p.name) in written}
+            begin = {GRAD + p.name: _before(p, axis, size) for p in here}
+            begin |= {SHARD + p.tied_to: _as_kept(p, axis, size) for p in made}
+            end = {GRAD + p.name: _as_kept(p, axis, size) for p in here}
+            end |= {name: _as_sharded(p, axis, size) for p in made if (name := PARAM + p.name) in written}
             yield from proved(axis, size, begin, end, axis)
     for name in tied:
         copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
@@ -147,19 +147,24 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
             yield from adding or group[:1]
 
 
-def _before(parameter: Parameter, axis: str) -> Placement:
+def _before(parameter: Parameter, axis: str, size: int) -> Placement:
     """What a rank has of a gradient before it is reduced."""
-    if parameter.is_sharded(axis):
-        return _as_sharded(parameter, axis)
+    if (sharded := _as_sharded(parameter, axis, size)) != EQUAL:
+        return sharded
     if parameter.scattered and axis in parameter.kept:
         return part(0)
-    summed = axis in parameter.partial or sums_of(axis) is Sums.ALL
+    summed = axis in parameter.partial or (sums_of(axis) is Sums.ALL and not parameter.is_sharded(axis))
     return SUM if summed else EQUAL
 
 
-def _as_sharded(parameter: Parameter, axis: str) -> Placement:
+def _as_sharded(parameter: Parameter, axis: str, size: int) -> Placement:
     """What a rank has of a parameter, as ops read it."""
     shard = next((one for one in parameter.shards if one.axis == axis), None)
-    if shard is None:
+    if shard is None or shard.parts(size) == 1:
         return EQUAL
     return LOCAL if shard.copies > 1 else part(shard.dim, shard.blocks)
+
+
+def _as_kept(parameter: Parameter, axis: str, size: int) -> Placement:
+    """What a rank keeps of a parameter."""
+    return part(0) if axis in parameter.kept else _as_sharded(parameter, axis, size)

@@ -19,7 +19,7 @@ LARGE_BYTES = 4 * 2**20
 collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that has grown
 to it is closed, for the same reason: more would only start later."""
 
-CAT = "aten._chunk_cat.default"
+ADD, CAT = "aten.add.Tensor", "aten._chunk_cat.default"
 VIEWS, COPIES = "aten.split_with_sizes.default", "aten.split_with_sizes_copy.default"
 
 T = TypeVar("T")

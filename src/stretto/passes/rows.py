@@ -1,0 +1,79 @@
+"""Full parameters of the rows that ranks keep of them: gathered over one axis after the other, that over the
+last first, so that each rank has rows of its neighbours; in the dtype of the computation, in which they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.ir.collectives import ALL_GATHER
+from stretto.ir.kept import part_count, shard_spec
+from stretto.ir.program import PARAM, SHARD, WAIT, Const, Job, Op, Parameter, Ref, TensorSpec
+from stretto.passes.flat import Moved, bucketed, side_by_side, taken_apart, viewed
+
+CAST, SLICE = "aten._to_copy.default", "aten.slice.Tensor"
+
+
+def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[Parameter]]]:
+    """Tied groups that are gathered, or scattered, together."""
+    return bucketed(
+        groups,
+        nbytes=lambda group: group[0].spec.nbytes,
+        like=lambda group: (group[0].kept, group[0].spec.dtype, group[0].grad_dtype),
+    )
+
+
+def in_dtype(
+    name: str, parameter: Parameter, spec: TensorSpec | None = None, writes: str | None = None
+) -> Op:
+    """What is kept, in the dtype that ops read."""
+    dtype = (("dtype", Const("dtype", parameter.spec.dtype)),)
+    made = parameter.spec if spec is None else spec
+    return Op(name, CAST, (Ref(SHARD + parameter.tied_to),), dtype, (made,), writes=writes)
+
+
+def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writes: bool) -> Moved:
+    """The gathers of these tied groups, from all axes over which they are kept, all of it in `tail`; values:
+    by group, and in it by parameter. writes: whether they become what ops of the step read."""
+    kept = bucket[0][0].kept
+    ops: list[Op] = []
+    sources: list[str] = []
+    specs = [replace(shard_spec(job, group[0]), dtype=group[0].spec.dtype) for group in bucket]
+    for at, (group, spec) in enumerate(zip(bucket, specs, strict=True)):
+        sources.append(SHARD + group[0].tied_to)
+        if group[0].own_dtype is not None:
+            sources[-1] = f"{name}.{at}.cast"
+            ops.append(in_dtype(sources[-1], group[0], spec))
+    parts = part_count(job, bucket[0][0])
+    source, made = sources[0], specs[0]
+    direct = len(bucket) == 1 and (made.shape[0] * parts, *made.shape[1:]) == bucket[0][0].spec.shape
+    if not direct:
+        made = TensorSpec((1, sum(spec.numel for spec in specs)), specs[0].dtype)
+        source = f"{name}.flat"
+        ops.append(side_by_side(source, sources, 1, made))
+    start = name
+    for axis in reversed(kept):
+        size = job.size(axis)
+        made = replace(made, shape=(made.shape[0] * size, *made.shape[1:]))
+        start = name if axis == kept[-1] else f"{axis}.{name}"
+        ops.append(Op(start, ALL_GATHER.target, (Ref(source), axis, size), (), (made,)))
+        source = f"{start}.all"
+        ops.append(Op(source, WAIT, (Ref(start),), (), (made,), start))
+    if len(bucket) > 1:
+        ops += taken_apart(name, source, made, [spec.numel for spec in specs], None)
+    values: list[str] = []
+    for at, (group, spec) in enumerate(zip(bucket, specs, strict=True)):
+        given, alias = (source, start) if len(bucket) == 1 else (f"{name}.{at}", f"{name}.{at}")
+        numel = spec.numel * parts
+        if numel > group[0].spec.numel:  # the last rows are padding
+            row, rest = TensorSpec((1, numel), spec.dtype), TensorSpec((1, group[0].spec.numel), spec.dtype)
+            ops.append(viewed(f"{given}.row", given, row, alias))
+            cut = (Ref(f"{given}.row"), 1, 0, rest.numel)
+            ops.append(Op(f"{given}.cut", SLICE, cut, (), (rest,), alias))
+            given = f"{given}.cut"
+        for k, parameter in enumerate(group):
+            values.append(f"{name}.{at}.{k}")
+            into = PARAM + parameter.name if writes else None
+            ops.append(viewed(values[-1], given, parameter.spec, alias, into))
+    return Moved([], ops, values)
