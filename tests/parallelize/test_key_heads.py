@@ -23,7 +23,7 @@ from stretto.ir.program import Job, Shard
 from stretto.ir.transfers import reduced_bytes
 from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
-from stretto.schedule.sums import around_starts
+from stretto.schedule.once import around_starts
 from stretto.train.clip import GradientClip
 from stretto.verifying import plan_faults
 from tests.clusters import cores

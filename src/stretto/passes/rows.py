@@ -1,5 +1,6 @@
 """Full parameters of the rows that ranks keep of them: gathered over one axis after the other, that over the
-last first, so that each rank has rows of its neighbours; in the dtype of the computation, in which they travel.
+last first, so that each rank has rows of its neighbours; in the dtype of the computation, in which they
+travel.
 """
 
 from __future__ import annotations

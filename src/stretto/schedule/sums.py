@@ -1,10 +1,10 @@
 """Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
 A gradient may have to be reduced for several reasons, in this order: each rank keeps some of its rows
-(`Parameter.kept`), and all have partial sums of them; its parts along an axis (`Parameter.partial`); its copies
-on several pipeline ranks (ties); the data-parallel copies. Large gradients are reduced by themselves, where they
-are; small ones that are ready at about the same time share a bucket (Li et al., "PyTorch Distributed", 2020;
-Rajbhandari et al., "ZeRO", 2020); ties are reduced one by one.
+(`Parameter.kept`), and all have partial sums of them; its parts along an axis (`Parameter.partial`); its
+copies on several pipeline ranks (ties); the data-parallel copies. Large gradients are reduced by themselves,
+where they are; small ones that are ready at about the same time share a bucket (Li et al., "PyTorch
+Distributed", 2020; Rajbhandari et al., "ZeRO", 2020); ties are reduced one by one.
 
     1. All reductions of a pipeline rank are the program of its first stage: rounds of starts, with what leads
        to them, and of waits, with what follows: gradients are put side by side in a flat tensor, and become
