@@ -318,6 +318,6 @@ def test_a_rank_with_no_op_left_waits_for_the_end(
         _span(1, SpanKind.COMPUTE, 20.0, 50.0),
         _span(1, SpanKind.EXPOSED, 50.0, end),
     ]
-    result = without_closing_waits(spans, 100.0)
+    result = without_closing_waits(spans)
     assert result[:4] == spans[:4]
     assert [(span.kind, span.start_us, span.end_us) for span in result[4:]] == expected

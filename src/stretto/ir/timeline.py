@@ -191,13 +191,13 @@ class Timeline:
 
 
 SAME_END = 0.001
-"""A rank whose last wait ends so close to the end of the step, as a share of it, ends with the step. Assumed:
+"""A rank whose last wait ends so close to the end of the last, as a share of the step, ends with it. Assumed:
 what clocks of ranks differ by."""
 
 
-def without_closing_waits(spans: Iterable[Span], step_us: float) -> list[Span]:
+def without_closing_waits(spans: Iterable[Span]) -> list[Span]:
     """The spans, where a rank that has no op left waits for the end of the step (bubble) and not for
-    communication (exposed): while another rank works, and throughout if it is done before the step ends."""
+    communication (exposed): while another rank works, and throughout if it is done before others are."""
     spans = list(spans)
     worked_us: dict[int, float] = defaultdict(float)
     ended_us: dict[int, float] = defaultdict(float)
@@ -207,12 +207,13 @@ def without_closing_waits(spans: Iterable[Span], step_us: float) -> list[Span]:
         if span.kind in (SpanKind.COMPUTE, SpanKind.EXPOSED):
             ended_us[span.rank] = max(ended_us[span.rank], span.end_us)
     others_us = max(worked_us.values(), default=0.0)
+    last_us = max(ended_us.values(), default=0.0)
     result: list[Span] = []
     for span in spans:
         if span.kind is not SpanKind.EXPOSED or span.start_us < worked_us[span.rank]:
             result.append(span)
             continue
-        ends_first = ended_us[span.rank] < (1.0 - SAME_END) * step_us
+        ends_first = ended_us[span.rank] < (1.0 - SAME_END) * last_us
         middle_us = span.end_us if ends_first else min(max(others_us, span.start_us), span.end_us)
         if middle_us > span.start_us:
             result.append(replace(span, kind=SpanKind.BUBBLE, end_us=middle_us))

@@ -165,7 +165,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         "measured",
         plan.ranks,
         step_us,
-        tuple(without_closing_waits(spans, step_us)),
+        tuple(without_closing_waits(spans)),
         tuple(peaks),
         members=plan.members,
         busy_us=tuple(busy_us(m) for m in marks),

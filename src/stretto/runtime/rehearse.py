@@ -185,7 +185,7 @@ def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], 
     spans = [*live.spans, *transport.idle]
     spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, transport.idle)
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
-    spans = without_closing_waits([*spans, *gap_spans(pp_rank, lane, step_us)], step_us)
+    spans = without_closing_waits([*spans, *gap_spans(pp_rank, lane, step_us)])
     spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
     others = live.ranks
     peaks = tuple(

@@ -97,7 +97,7 @@ class Walk:
     def run(self) -> Timeline:
         self.begin()
         step_us = self.end()
-        spans = without_closing_waits(self.spans, step_us)
+        spans = without_closing_waits(self.spans)
         spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
             "simulated",
