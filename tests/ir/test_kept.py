@@ -15,7 +15,6 @@ from stretto.ir.kept import (
     kept_over,
     kept_spec,
     made_nbytes,
-    padded_rows,
     parameter_nbytes,
     part_count,
     part_number,
@@ -52,13 +51,13 @@ def test_parts_are_those_of_chunk(shape: tuple[int, ...], kept: tuple[str, ...])
         assert torch.equal(full[first:end], part)
         assert kept_spec(job(), one, number) == TensorSpec(tuple(part.shape), "float32")
         assert end - first <= part_rows(job(), one)
-    assert 0 <= padded_rows(job(), one) - shape[0] < count
+    assert 0 <= part_rows(job(), one) * part_count(job(), one) - shape[0] < count
 
 
 def test_a_number_is_one_row() -> None:
     one = parameter((), "cp", "ep")
     assert [kept_spec(job(), one, at).shape for at in range(6)] == [(), *[(0,)] * 5]
-    assert padded_rows(job(), one) == 6
+    assert part_rows(job(), one) * part_count(job(), one) == 6
 
 
 def test_scattering_over_one_axis_after_the_other_leaves_each_rank_its_part() -> None:

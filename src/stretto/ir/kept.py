@@ -43,11 +43,6 @@ def part_rows(job: Job, parameter: Parameter) -> int:
     return -(-rows_of(parameter.spec) // part_count(job, parameter))
 
 
-def padded_rows(job: Job, parameter: Parameter) -> int:
-    """Rows of all parts for a collective."""
-    return part_rows(job, parameter) * part_count(job, parameter)
-
-
 def rows_kept(job: Job, parameter: Parameter, number: int) -> tuple[int, int]:
     """Where the rows of a part begin and end."""
     rows, each = rows_of(parameter.spec), part_rows(job, parameter)
