@@ -73,26 +73,26 @@ def test_a_scatter_before_the_last_addition_is_refused() -> None:
     assert "has added its part of" in said
 
 
-@pytest.mark.parametrize("at", ["begin", "end"])
-def test_what_is_freed_before_its_last_use_is_refused(at: str) -> None:
-    """Freed before all windows of a rank, and after the last of them, which is right."""
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_freed_before_its_last_use_is_refused(early: bool) -> None:
+    """Freed as soon as it is made, and after the last window of a rank, which is right."""
     given = plan()
-    made = next(op.writes for op in given.once(0, BEFORE) if op.writes is not None)
-    free = Op("pp.freed", FREE, (), writes=made)
+    making = next(op for op in given.once(0, BEFORE) if op.writes is not None)
+    free = Op("pp.freed", FREE, (), writes=making.writes)
     first = given.job.stages[0]
-    phase = BEFORE if at == "begin" else AFTER
+    phase = BEFORE if early else AFTER
     ops = {**first.ops, phase: (*first.ops[phase], free)}
     job = replace(given.job, stages=(Stage(0, ops), *given.job.stages[1:]))
-    runs = [i for i in given.orders[0] if str(i.ref) in given.windows]
-    alone = [str(i.ref) for i in runs if not given.windows[str(i.ref)].actions]
-    name = next(n for n in (alone if at == "begin" else alone[::-1]) if given.windows[n].parts[0][1] is phase)
+    runs = [str(i.ref) for i in given.orders[0] if str(i.ref) in given.windows]
+    name = runs[0] if early else runs[-1]
     window = given.windows[name]
-    window = replace(window, items=(*window.items, Item(ItemKind.OP, 0, free.name)))
+    part = next(k for k, (_, other) in enumerate(window.parts) if other is phase)
+    items = list(window.items)
+    at = items.index(Item(ItemKind.OP, part, making.name)) + 1 if early else len(items)
+    items.insert(at, Item(ItemKind.OP, part, free.name))
+    window = replace(window, items=tuple(items))
     said = faults(replace(given, job=job, windows={**given.windows, name: window}))
-    if at == "begin":
-        assert f"reads {made}" in said
-    else:
-        assert f"reads {made}" not in said
+    assert (f"reads {making.writes}" in said) == early
 
 
 def test_a_parameter_that_no_op_makes_is_refused() -> None:

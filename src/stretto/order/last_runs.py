@@ -93,7 +93,9 @@ def _leading_to_one(graph: WindowGraph) -> list[bool]:
         role = graph.nodes[index].role
         if role in (Role.SUM, Role.START, Role.SEND):
             leads[index] = 1 << index
-        reductions |= leads[index] if role is Role.SUM else 0
+        if role is Role.SUM:  # and to those that need it
+            reductions |= leads[index]
+            continue
         for user in graph.after[index]:
             leads[index] |= leads[user]
     return [one.bit_count() == 1 and bool(one & reductions) for one in leads]

@@ -14,11 +14,12 @@ knows them may give windows in a better order of items (`stretto.order`).
        one order of all ranks' runs that the messages allow: walked one run at a time in that order, no rank
        waits forever; so none does in any other order either.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
-    5. What runs once a step is added (`stretto.schedule.once`). Parameters begin to be gathered before all
-       else, and are waited for in the window that reads them first. A reduction that waits for no other
-       starts in the window that completes the gradient; one that joins pipeline ranks, as that of the loss,
-       in a window of its own after that, as these have one order on all ranks. All are waited for in a last
-       window, in which those start that wait for others.
+    5. What runs once a step is added (`stretto.schedule.once`). Parameters begin to be gathered in the first
+       window, and are waited for in the one that reads them first; a gather that needs another starts in a
+       window between. A reduction starts in the window that completes the gradient, and one that needs
+       another in a window after that, or in the last. One that joins pipeline ranks, as that of the loss,
+       starts in a window of its own, as these have one order on all ranks. What no start needs is waited for
+       in a window at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from stretto.ir.plan import LOSS, Communicator, Instruction, InstructionKind, It
 from stretto.ir.program import GRAD, PARAM, STEP_LOSS, Job, Op, OverlapMode
 from stretto.order.policies import waits_at_once
 from stretto.schedule.once import around_starts, communicators_of, with_once
-from stretto.schedule.windows import first_name, last_name, make_window, window_name, with_guests
+from stretto.schedule.windows import Guests, make_window, window_name, with_guests
 
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
@@ -76,13 +77,12 @@ def lower(
     windows = dict(windows)
     names = [[window_name(slot) for slot in order] for order in schedule.orders]
     for rank, of_rank in enumerate(once):
-        for at in sorted({*of_rank.inside, *of_rank.awaited}):
-            plain, names[rank][at] = names[rank][at], of_rank.name(names[rank][at], at)
+        for at, guests in sorted(of_rank.guests.items()):
+            plain, names[rank][at] = names[rank][at], guests.name(names[rank][at])
             if names[rank][at] not in windows:
-                leads = [of_rank.leads[start] for start in of_rank.inside.get(at, ())]
-                tails = [of_rank.tails[start] for start in of_rank.awaited.get(at, ())]
-                made = with_guests(job, windows[plain], names[rank][at], of_rank.stage, tails, leads)
-                windows[names[rank][at]] = made
+                windows[names[rank][at]] = with_guests(
+                    job, windows[plain], names[rank][at], of_rank.stage, guests
+                )
     windows = {name: windows[name] for of_rank in names for name in of_rank}
     sends = _messages(job, schedule, windows, names, ItemKind.SEND)
     waits = _messages(job, schedule, windows, names, ItemKind.WAIT)
@@ -189,7 +189,8 @@ def _order(
     for at, (slot, name) in enumerate(zip(order, names, strict=True)):
         instructions += before[at]
         microbatches = tuple(action.microbatch for action in slot.actions)
-        instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once.guests(at)))
+        once_too = once.guests[at].microbatches if at in once.guests else ()
+        instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once_too))
         instructions += after[at]
     return (*instructions, *end)
 
@@ -199,10 +200,9 @@ class _Once:
     """Where what a rank does once a step starts and is waited for.
 
     stage: whose programs these are. program: that of reductions. leads: start -> the ops that end with it.
-    tails: start -> those that begin with its wait. first: ops of a window before all. awaited: run -> starts
-    that are waited for in it. inside: run -> starts in it, in order. after: run -> ops of a window of its own
-    that follows (-1: before all others). end: of the window at the step's end. windows: those of nothing
-    else that were made.
+    tails: start -> those that begin with its wait. first: ops of a window before all. guests: run -> ops in
+    it. after: run -> ops of a window of its own that follows (-1: before all others). end: of the window at
+    the step's end. windows: those of nothing else that were made.
     """
 
     stage: int
@@ -210,8 +210,7 @@ class _Once:
     leads: dict[str, list[Op]]
     tails: dict[str, list[Op]]
     first: list[Op] = field(default_factory=list)
-    awaited: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    inside: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    guests: dict[int, Guests] = field(default_factory=lambda: defaultdict(Guests))
     after: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
     end: list[Op] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
@@ -224,15 +223,6 @@ class _Once:
         self.windows.append(Window(name, ((self.stage, phase),), items))
         return Instruction(InstructionKind.RUN, name, (ONCE,))
 
-    def name(self, window: str, at: int) -> str:
-        """Of a run with some of these ops, which has a window of its own."""
-        window = first_name(window) if at in self.awaited else window
-        return last_name(window) if at in self.inside else window
-
-    def guests(self, at: int) -> tuple[int, ...]:
-        """The microbatches of the parts that a run has besides its actions."""
-        return (ONCE,) * ((at in self.awaited) + (at in self.inside))
-
 
 def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Once]:
     """Step 5, of every rank. The order in which all start what they share is by the latest last run, then as
@@ -244,13 +234,13 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
         adds[GRAD + parameter.name].update((stage, phase) for stage, phase, _ in parameter.grads)
     result: list[_Once] = []
     early: dict[str, dict[int, int]] = defaultdict(dict)
+    behind: list[dict[str, set[str]]] = []
     for rank, order in enumerate(schedule.orders):
         stage = min(schedule.stages_of(rank), default=-1)
         programs = job.stages[stage].ops if stage >= 0 else {}
-        program = programs.get(AFTER, ())
-        of_rank = _Once(stage, program, *around_starts(program))
+        of_rank = _Once(stage, programs.get(AFTER, ()), *around_starts(programs.get(AFTER, ())))
         result.append(of_rank)
-        gathers = _gathers(of_rank, job, order, programs.get(BEFORE, ()), overlap)
+        _gathers(of_rank, job, order, programs.get(BEFORE, ()), overlap)
         # By stage and phase, the last.
         runs = {
             (action.stage, phase): at
@@ -258,19 +248,21 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
             for action in slot.actions
             for phase in action.phase.programs
         }
-        changed: set[str] = set()
+        changed: dict[str, str] = {}
+        behind.append({})
         for start, lead in of_rank.leads.items():
             reads = {name for op in lead for name in op.uses if name in adds}
-            if changed.isdisjoint(reads):
+            behind[rank][start] = {changed[name] for name in reads if name in changed}
+            if not behind[rank][start]:
                 ends = (runs[made] for name in reads for made in adds[name] if made in runs)
                 early[start][rank] = max(ends, default=-1)
-            changed.update(op.writes for op in of_rank.tails[start] if op.writes is not None)
-        of_rank.leads, of_rank.tails = gathers[0] | of_rank.leads, gathers[1] | of_rank.tails
+            changed.update((op.writes, start) for op in of_rank.tails[start] if op.writes is not None)
     losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):
         here = [name for name in in_turn if rank in early[name]]
-        lanes = {name: of_rank.leads[name][-1].lane for name in here}
+        lanes = {name: lead[-1].lane for name, lead in of_rank.leads.items()}
+        inside: dict[str, int] = {}
         earliest = 0
         for name in here:
             last, lead, tail = max(0, early[name][rank]), of_rank.leads[name], of_rank.tails[name]
@@ -288,35 +280,56 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
                 earliest = max(earliest, last)
                 of_rank.after[earliest] += lead
             elif overlap:
-                of_rank.inside[last].append(name)
+                inside[name] = last
+                of_rank.guests[last].leads.append(lead)
             else:
                 of_rank.after[last] += [*lead, *tail]
                 continue
             of_rank.end += tail
-        begun = {op.name for name in here for op in (*of_rank.leads[name], *of_rank.tails[name])}
-        of_rank.end += [op for op in of_rank.program if op.name not in begun]
+        final = len(schedule.orders[rank]) - 1
+        hosts = sorted({*inside.values(), final})
+        for name, needed in behind[rank].items():
+            if name not in here and lanes[name] not in joins and needed <= inside.keys():
+                # In a run after those in which what it needs has started, if there is one.
+                begun = max(inside[other] for other in needed)
+                inside[name] = next((at for at in hosts if at > begun), final)
+                awaited = [op for other in inside if other in needed for op in of_rank.tails[other]]
+                awaited = [op for op in awaited if op in of_rank.end]
+                of_rank.end = [op for op in of_rank.end if op not in awaited] + of_rank.tails[name]
+                of_rank.guests[inside[name]].ends.append([*awaited, *of_rank.leads[name]])
+        there = {op.name for ops in (of_rank.end, *of_rank.after.values()) for op in ops}
+        there |= {op.name for guests in of_rank.guests.values() for op in guests.all_ops}
+        of_rank.end += [op for op in of_rank.program if op.name not in there]
     return result
 
 
-def _gathers(
-    once: _Once, job: Job, order: Sequence[Slot], program: Sequence[Op], overlap: bool
-) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
-    """What runs before all others: starts go first, and are waited for in the run that reads them first.
-    Returns its leads and tails."""
+def _gathers(once: _Once, job: Job, order: Sequence[Slot], program: Sequence[Op], overlap: bool) -> None:
+    """What runs before all others. Starts go first, and are waited for in the run that reads them first."""
     leads, tails = around_starts(program)
     first: dict[str, int] = {}
     for at, slot in reversed([*enumerate(order)]):
         for action in slot.actions:
             ops = (op for phase in action.phase.programs for op in job.stages[action.stage].ops[phase])
             first.update((name, at) for op in ops for name in op.uses if name.startswith(PARAM))
+    readers = {
+        start: min((first[op.writes] for op in tails.get(start, ()) if op.writes in first), default=None)
+        for start in leads
+    }
+    hosts = sorted({0, *(at for at in readers.values() if at is not None)})
     for start, lead in leads.items():
-        once.first += lead
-        readers = [first[op.writes] for op in tails.get(start, ()) if op.writes in first]
-        if start and overlap and readers:
-            once.awaited[min(readers)].append(start)
-        else:
-            once.first += tails.get(start, ())
-    return leads, tails
+        reader = readers[start]
+        if not start or not overlap or reader is None:
+            once.first += [*lead, *tails.get(start, ())]
+            continue
+        once.guests[0].begins.append(lead)
+        # A start that needs another is in a run before the reader's, if there is one.
+        place = hosts.index(reader) - sum(op.kind is not None for op in tails[start])
+        pieces: dict[int, list[Op]] = defaultdict(list)
+        for op in tails[start]:
+            pieces[hosts[max(0, place)]].append(op)
+            place += op.kind is not None
+        for at, piece in pieces.items():
+            once.guests[at].tails.append(piece)
 
 
 def post_positions(

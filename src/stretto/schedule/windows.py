@@ -1,18 +1,18 @@
 """Windows of a schedule as captured: the ops of each kind of slot, with its waits and sends in their places.
 
 A wait comes before the first op that reads a received value, a send after the op that makes a value that
-leaves. Where the last run of a window completes gradients, it is a window of its own, with a reduction's
-start after the op that adds to it last. As captured, a B is all of I, then all of W. Where memory is asked
-for (`recompute`), W's ops come between those of I instead, as in automatic differentiation: the bits are the
-same.
+leaves. A run of a window with ops of what runs once a step (`Guests`) is a window of its own. As captured, a
+B is all of I, then all of W. Where memory is asked for (`recompute`), W's ops come between those of I
+instead, as in automatic differentiation: the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from stretto.ir.action import AFTER, BEFORE, Phase, Slot
+from stretto.ir.action import AFTER, BEFORE, ONCE, Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window, shares_of
 from stretto.ir.program import GRAD, Job, Op
 
@@ -55,51 +55,77 @@ def make_window(job: Job, slot: Slot) -> Window:
     return Window(window_name(slot), parts, tuple(items), _shares(slot))
 
 
-def last_name(name: str) -> str:
-    """The name of a window's last run, where that is a window of its own."""
-    return f"{name} last"
+@dataclass
+class Guests:
+    """Ops of what runs once a step, in one run of a window.
+
+    begins: gathers' starts with what leads to them, before all items. tails: what waits for a gather, before
+    the first item that reads what it makes, or where it is for another start, at the end. leads: what leads
+    to each reduction, after the last item that adds to one of its gradients; at the end where none does, as
+    on a rank that has a copy and adds nothing to it. ends: what waits for a reduction and leads to another,
+    at the end.
+    """
+
+    begins: list[list[Op]] = field(default_factory=list)
+    tails: list[list[Op]] = field(default_factory=list)
+    leads: list[list[Op]] = field(default_factory=list)
+    ends: list[list[Op]] = field(default_factory=list)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Whose ops these are."""
+        before, after = self.begins or self.tails, self.leads or self.ends
+        return (BEFORE,) * bool(before) + (AFTER,) * bool(after)
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Of the parts that a run has besides its actions."""
+        return (ONCE,) * len(self.phases)
+
+    @property
+    def all_ops(self) -> Iterator[Op]:
+        return (op for ops in (*self.begins, *self.tails, *self.leads, *self.ends) for op in ops)
+
+    def name(self, window: str) -> str:
+        """Of a window's run with these, which is a window of its own."""
+        return " ".join([window, *(_NAMES[phase] for phase in self.phases)])
 
 
-def first_name(name: str) -> str:
-    """The name of a window's first run, where that is a window of its own."""
-    return f"{name} first"
+_NAMES = {BEFORE: "first", AFTER: "last"}
 
 
-def with_guests(
-    job: Job,
-    window: Window,
-    name: str,
-    stage: int,
-    tails: Sequence[Sequence[Op]],
-    leads: Sequence[Sequence[Op]],
-) -> Window:
-    """A run of a window with ops of what runs once a step, as a window of its own.
-
-    stage: whose programs these are. tails: what waits for a gather, before the first item that reads what it
-    makes. leads: what leads to each reduction, after the last item that adds to one of its gradients; at the
-    end where none does, as on a rank that has a copy and adds nothing to it. Those that can start after the
-    same item do so in the order given."""
+def with_guests(job: Job, window: Window, name: str, stage: int, guests: Guests) -> Window:
+    """A run of a window with ops of what runs once a step, as a window of its own. stage: whose programs
+    these are. Those that can start after the same item do so in the order given."""
     adding = adding_items(job, window)
-    before: dict[int, list[Item]] = defaultdict(list)
-    starts: dict[int, list[Item]] = defaultdict(list)
+    reads = _first_reads(job, window)
+    end = len(window.items)
+    at_item: dict[int, list[Item]] = defaultdict(list)
+    """Item -> what comes before it."""
+
+    def add(at: int, ops: Sequence[Op], part: int) -> None:
+        at_item[at] += [Item(ItemKind.OP, part, op.name) for op in ops]
+
     parts = [*window.parts]
-    if tails:
-        reads = _first_reads(job, window)
-        for tail in tails:
-            at = min((reads[op.writes] for op in tail if op.writes in reads), default=0)
-            before[at] += [Item(ItemKind.OP, len(parts), op.name) for op in tail]
-        parts.append((stage, BEFORE))
-    for lead in leads:
-        added = (at for op in lead for value in op.uses for at in adding.get(value, ()))
-        starts[max(added, default=len(window.items) - 1)] += [
-            Item(ItemKind.OP, len(parts), op.name) for op in lead
-        ]
-    if leads:
-        parts.append((stage, AFTER))
+    for phase in guests.phases:
+        part = len(parts)
+        parts.append((stage, phase))
+        if phase is BEFORE:
+            for begin in guests.begins:
+                add(0, begin, part)
+            for tail in guests.tails:
+                add(min((reads[op.writes] for op in tail if op.writes in reads), default=end), tail, part)
+        else:
+            for lead in guests.leads:
+                added = (at for op in lead for value in op.uses for at in adding.get(value, ()))
+                add(max(added, default=end - 1) + 1, lead, part)
+            for ops in guests.ends:
+                add(end, ops, part)
     # A stage may be empty: its window is empty, and what is to start at its end is all there is.
-    items = [*starts[-1]]
+    items: list[Item] = []
     for at, item in enumerate(window.items):
-        items += [*before[at], item, *starts[at]]
+        items += [*at_item[at], item]
+    items += at_item[end]
     shares = (*window.shares, *range(len(window.parts), len(parts))) if window.shares else ()
     return Window(name, tuple(parts), tuple(items), shares)
 

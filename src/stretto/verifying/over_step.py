@@ -81,8 +81,10 @@ class _Contents:
     def run(self, op: Op) -> None:
         made = hash((op.name, *(self.of.get(name) for name in op.uses)))
         self.of[op.name] = made
-        if op.writes is not None:
-            self.of[op.writes] = 0 if op.target == FREE else made
+        if op.target == FREE:
+            self.of.pop(op.writes or "", None)
+        elif op.writes is not None:
+            self.of[op.writes] = made
 
 
 @dataclass(slots=True)
@@ -181,7 +183,7 @@ class _History:
                 yield Fault(self.rank, op.name, "never runs", "Add it to a window")
                 sound = False
         for name in sorted({op.writes for op in self.program if op.writes is not None and sound}):
-            if contents.of[name] != self.ends[name]:
+            if contents.of.get(name) != self.ends.get(name):
                 what = "is something else at the end than what its program makes of it"
                 yield Fault(self.rank, name, what, "Write it in the order of the program")
 
