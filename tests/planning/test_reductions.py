@@ -9,13 +9,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stretto
-from stretto.ir.action import Phase
+from stretto.ir.action import AFTER, BEFORE, Action, Phase
 from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.flat import LARGE_BYTES
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
+from stretto.schedule.once import with_once
+from stretto.schedule.windows import Guests, make_window, with_guests
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.synthetic_comm import make_comm_costs, reduced
@@ -129,7 +132,7 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
 # Orders of last runs. The last gradient is that of the embedding, much larger than any other.
 
 
-def late(**parallel: int) -> Job:
+def late(dp: int = 2, **parallel: int) -> Job:
     """A Llama on accelerators that compute for much longer than they reduce."""
     with torch.device("meta"):
         model = LlamaForCausalLM(
@@ -143,8 +146,8 @@ def late(**parallel: int) -> Job:
                 tie_word_embeddings=False,
             )
         )
-    tokens = torch.zeros(16, 1024, dtype=torch.int64)
-    batch, how = {"input_ids": tokens, "labels": tokens}, stretto.Parallel(dp=2, **parallel)
+    tokens = torch.zeros(8 * dp, 1024, dtype=torch.int64)
+    batch, how = {"input_ids": tokens, "labels": tokens}, stretto.Parallel(dp=dp, **parallel)
     return stretto.capture(model, batch, huggingface_sum, how, precision="bf16", device="cuda")
 
 
@@ -170,6 +173,27 @@ def test_a_large_gradient_that_comes_last_is_reduced_under_others(late_job: Job,
     assert hidden(plan) > 0.98
     plain = stretto.plan(late_job, accelerators(), order="captured")
     assert hidden(plain) < 0.9
+
+
+def test_sums_that_need_others_start_inside_windows() -> None:
+    """Shards of gradients are summed over groups; so far only the last window would start that."""
+    plan = stretto.plan(late(4, zero=1, dp_shard=2), accelerators(), order="list")
+    assert plan.prediction is not None
+    assert plan.prediction.hidden("dp") > 0.93
+    assert plan.prediction.hidden("dp_shard") > 0.97
+    closing = plan.windows[str(plan.orders[0][-1].ref)]
+    starts = {op.name for op in plan.once(0) if op.kind is not None}
+    assert not closing.actions
+    assert starts.isdisjoint(str(item.ref) for item in closing.items)
+
+
+def test_one_run_may_gather_and_scatter(late_job: Job) -> None:
+    """Both are of one stage and microbatch, as the window's order has it."""
+    job = with_once(late(zero=1), choose_schedule(late_job))
+    before, after = (list(job.stages[0].ops[phase]) for phase in (BEFORE, AFTER))
+    guests = Guests(begins=[before], leads=[after])
+    window = with_guests(job, make_window(job, Action(0, Phase.F, 0)), "0F first last", 0, guests)
+    assert window.shares == window.bound((0, *guests.microbatches)) == (0, 1, 1)
 
 
 def test_a_last_run_may_use_what_the_device_has(late_job: Job) -> None:

@@ -126,7 +126,9 @@ def with_guests(job: Job, window: Window, name: str, stage: int, guests: Guests)
     for at, item in enumerate(window.items):
         items += [*at_item[at], item]
     items += at_item[end]
-    shares = (*window.shares, *range(len(window.parts), len(parts))) if window.shares else ()
+    # The actions' microbatches, and that of what runs once a step.
+    bound = (*(window.shares or range(len(window.parts))), *(len(window.parts) for _ in guests.phases))
+    shares = shares_of((0, share) for share in bound)
     return Window(name, tuple(parts), tuple(items), shares)
 
 
