@@ -60,7 +60,7 @@ from stretto.ir.placement import (
 from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec, refs
 
-KNOWN_OPS = ("aten.", "stretto_moe.")
+KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
 OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
@@ -78,6 +78,8 @@ FILLS = frozenset(
 
 SIDE_BY_SIDE = "aten._chunk_cat.default"
 """Tensors of any placement, in one flat tensor, in which each keeps its own."""
+IN_DTYPE = "stretto_copies.in_dtype.default"
+"""Copies of tensors of any placement, of which each keeps its own."""
 
 SLICE = "aten.slice.Tensor"
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
@@ -179,7 +181,7 @@ class Placer:
             return tuple(self._started(op, kept, specs) for kept in self._pieces(source))
         if op.target == WAIT:
             return self._pieces(op.args[0].name)
-        if op.target == SIDE_BY_SIDE:
+        if op.target in (SIDE_BY_SIDE, IN_DTYPE):
             return tuple(self.of(name) for name in refs(op.args))
         if op.target in SPLITS and op.uses[0] in self._shapes:
             return self._pieces(op.uses[0])

@@ -24,6 +24,7 @@ from stretto.errors import StrettoError
 from stretto.ir.action import ONCE_PHASES
 from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say
+from stretto.ir.placements import KNOWN_OPS
 from stretto.ir.prices import Specs, made_bytes, signature, specs_of
 from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
 from stretto.measure.profile import device_name, function_of, made_up_tensor
@@ -159,7 +160,7 @@ def distinct_ops(jobs: Iterable[Job]) -> dict[str, tuple[Op, Specs]]:
         specs = specs_of(job)
         for stage in job.stages:
             once = (op for phase in ONCE_PHASES for op in stage.ops.get(phase, ()))
-            copies = (op for op in once if op.target.startswith("aten.") and op.alias is None)
+            copies = (op for op in once if op.target.startswith(KNOWN_OPS) and op.alias is None)
             for op in (*(op for phase in PHASES for op in stage.ops[phase]), *copies):
                 if op.target not in FREE:
                     result.setdefault(signature(op, specs), (op, specs))

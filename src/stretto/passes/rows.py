@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.kept import part_count, shard_spec
-from stretto.ir.program import PARAM, SHARD, WAIT, Const, Job, Op, Parameter, Ref, TensorSpec
+from stretto.ir.placements import IN_DTYPE
+from stretto.ir.program import GETITEM, PARAM, SHARD, WAIT, Const, Job, Op, Parameter, Ref, TensorSpec
 from stretto.passes.flat import Moved, bucketed, side_by_side, taken_apart, viewed
 
 CAST, SLICE = "aten._to_copy.default", "aten.slice.Tensor"
@@ -26,12 +27,19 @@ def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[
 
 
 def in_dtype(
-    name: str, parameter: Parameter, spec: TensorSpec | None = None, writes: str | None = None
-) -> Op:
-    """What is kept, in the dtype that ops read."""
-    dtype = (("dtype", Const("dtype", parameter.spec.dtype)),)
-    made = parameter.spec if spec is None else spec
-    return Op(name, CAST, (Ref(SHARD + parameter.tied_to),), dtype, (made,), writes=writes)
+    name: str, sources: Sequence[str], specs: Sequence[TensorSpec], writes: Sequence[str | None]
+) -> list[Op]:
+    """Copies of these with the dtype of the specs; values are what the last so many ops make."""
+    dtype = (("dtype", Const("dtype", specs[0].dtype)),)
+    if len(sources) == 1:
+        return [Op(name, CAST, (Ref(sources[0]),), dtype, (specs[0],), writes=writes[0])]
+    return [
+        Op(name, IN_DTYPE, (tuple(map(Ref, sources)),), dtype, tuple(specs)),
+        *(
+            Op(f"{name}.{at}", GETITEM, (Ref(name), at), (), (spec,), writes=into)
+            for at, (spec, into) in enumerate(zip(specs, writes, strict=True))
+        ),
+    ]
 
 
 def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writes: bool) -> Moved:
@@ -39,13 +47,11 @@ def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writ
     by group, and in it by parameter. writes: whether they become what ops of the step read."""
     kept = bucket[0][0].kept
     ops: list[Op] = []
-    sources: list[str] = []
+    sources = [SHARD + group[0].tied_to for group in bucket]
     specs = [replace(shard_spec(job, group[0]), dtype=group[0].spec.dtype) for group in bucket]
-    for at, (group, spec) in enumerate(zip(bucket, specs, strict=True)):
-        sources.append(SHARD + group[0].tied_to)
-        if group[0].own_dtype is not None:
-            sources[-1] = f"{name}.{at}.cast"
-            ops.append(in_dtype(sources[-1], group[0], spec))
+    if bucket[0][0].own_dtype is not None:
+        ops = in_dtype(f"{name}.cast", sources, specs, [None] * len(bucket))
+        sources = [op.name for op in ops[-len(bucket) :]]
     parts = part_count(job, bucket[0][0])
     source, made = sources[0], specs[0]
     direct = len(bucket) == 1 and (made.shape[0] * parts, *made.shape[1:]) == bucket[0][0].spec.shape

@@ -21,7 +21,7 @@ from typing import Any
 from stretto.backend.dispatch_adapter import arguments_of
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
+from stretto.ir.placements import IN_DTYPE, SIDE_BY_SIDE, SPLITS
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, specs_of
 from stretto.ir.program import GETITEM, SHARD, STARTS, Arg, Op, Ref, Stage
@@ -56,9 +56,9 @@ def _gathered(plan: Plan, stage: Stage) -> dict[str, object]:
     reads one gathers it."""
     made: dict[str, Pieces] = {SHARD + p.tied_to: ((p.tied_to,),) for p in plan.job.parameters if p.is_made}
     result: dict[str, object] = {}
+    moving = (*STARTS, GETITEM, SIDE_BY_SIDE, IN_DTYPE, CAST, *SPLITS)
     for op in (op for phase in PHASES for op in stage.ops[phase]):
-        moves = op.alias is not None or op.target in (*STARTS, GETITEM, SIDE_BY_SIDE, *SPLITS, CAST)
-        if moves and made.keys() & set(op.uses):
+        if (op.alias is not None or op.target in moving) and made.keys() & set(op.uses):
             made[op.name] = pieces_of(op, made)
             result[op.name] = made[op.name], op.spec
     return result

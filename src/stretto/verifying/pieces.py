@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
+from stretto.ir.placements import IN_DTYPE, SIDE_BY_SIDE, SPLITS
 from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, refs
 
 Pieces = tuple[tuple[str, ...], ...]
@@ -17,7 +17,7 @@ def pieces_of(op: Op, made: dict[str, Pieces]) -> Pieces:
     pieces = [piece for name in refs(op.args) for piece in made.get(name, ())]
     if op.target == GETITEM:
         return tuple(pieces[op.args[1] :][:1])
-    if op.target in (*STARTS, WAIT, SIDE_BY_SIDE, *SPLITS):
+    if op.target in (*STARTS, WAIT, SIDE_BY_SIDE, IN_DTYPE, *SPLITS):
         return tuple(pieces)
     return (tuple(one for piece in pieces for one in piece),)
 

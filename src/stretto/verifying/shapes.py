@@ -1,11 +1,11 @@
 """Proves that ops give what the plan says that they give: shapes and dtypes follow again from their inputs.
 
 A file may name the arguments of a product in the wrong order; every value is then there, and the step fails
-in the middle. So each op of PyTorch's own is called once with tensors that have a shape, the plan's device
+in the middle. So each op is called once with tensors that have a shape, the plan's device
 and no elements, and what it gives is compared with what the plan says.
 
     1. Equal calls (op, shapes, dtypes and strides of inputs, all else) are made once in a process.
-    2. Called are ops of `torch.ops.aten` that compute, by their schemas.
+    2. Called are PyTorch's ops and Stretto's own that compute, by their schemas.
        What PyTorch cannot say without elements, or has no rule for, is left alone, and so is attention on
        accelerators, of which results other than the first depend on the device.
     3. A part of a tuple, and a gradient, are of the shape of what they are taken from, or belong to.
@@ -29,6 +29,7 @@ from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
 from stretto.ir.kept import added_spec
 from stretto.ir.parameters import strides_of
+from stretto.ir.placements import KNOWN_OPS
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import GETITEM, Job, Op, TensorSpec
@@ -82,8 +83,8 @@ def _part(op: Op, made: Mapping[str, Given]) -> str:
 
 def _trouble(op: Op, specs: Specs, device: str) -> str:
     """Why the op does not give what the plan says; "" if it does, or no one knows."""
-    space, _, name = op.target.partition(".")
-    if space != "aten" or (device != "cpu" and any(word in name for word in DEVICE_ATTENTION)):
+    known = op.target.startswith(KNOWN_OPS)
+    if not known or (device != "cpu" and any(word in op.target for word in DEVICE_ATTENTION)):
         return ""
     given = operands(op)
     if any(value not in specs for value in given):
@@ -166,8 +167,8 @@ def _brief(spec: TensorSpec) -> str:
 
 def _called(op: Op, specs: Specs, device: str) -> tuple[Given | None, str]:
     """Steps 1 and 2: what the op gives, None if no one knows; and why it cannot be called, else ""."""
-    packet, _, overload = op.target.removeprefix("aten.").partition(".")
-    function = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    space, packet, overload = (*op.target.split("."), "", "")[:3]
+    function = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
     # Attributes of the namespace itself have names, too, and are no ops.
     if function is None or type(function).__name__ != "OpOverload" or refused(function):
         return None, ""
