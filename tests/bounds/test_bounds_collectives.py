@@ -12,9 +12,12 @@ from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.costs import CollectiveCost, Costs, Link, Processor
 from stretto.ir.curve import Curve
+from stretto.ir.placements import IN_DTYPE
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.planning.pair import full
 from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.once import with_once
 from stretto.schedule.timing import peak_live
 from stretto.simulating import simulate
 from tests.bounds.test_bounds import overlapped, virtual
@@ -163,9 +166,10 @@ def plans(draw: st.DrawFn) -> Plan:
         sequence=draw(st.booleans()),
         tied=draw(st.booleans()),
     )
-    job = replace(job, max_live=max_live)
+    made_of = draw(st.sampled_from(["", "another dtype", "rows"])) if dict(axes).get("dp") else ""
+    job = replace(with_made(job, made_of) if made_of else job, max_live=max_live)
     time_us = st.floats(0, 200)
-    op_us = {key: draw(time_us) for key in make_comm_costs(job).op_us}
+    op_us = {key: draw(time_us) for key in make_comm_costs(with_once(job, order)).op_us}
 
     def link() -> Link:
         rate = ACTIVATION.nbytes / draw(st.floats(0.1, 300))
@@ -192,7 +196,14 @@ def plans(draw: st.DrawFn) -> Plan:
     quota = draw(st.sampled_from([None, None, *(Processor(*limit) for limit in limits)]))
     costs = Costs(op_us, links, Link(0, 1e9), action_us, "drawn", collectives, shared, skew, quota)
     plan = plan_with(job, order, costs, overlap=draw(st.sampled_from(["off", "local"])))
-    return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
+    return shuffled(plan, draw(st.integers(0, 10**6))) if made_of != "rows" and draw(st.booleans()) else plan
+
+
+def with_made(job: Job, of: str) -> Job:
+    """The job whose parameters are made once a step: of another dtype, or of rows as well."""
+    kept = ("dp",) if of == "rows" else ()
+    parameters = (replace(p, own_dtype="float64", kept=kept) for p in job.parameters)
+    return replace(job, parameters=tuple(parameters), zero=1 if kept else 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,6 +217,22 @@ def test_no_order_of_ops_beats_any_bound(plan: Plan) -> None:
 @given(plans())
 def test_no_order_of_ops_of_many_beats_any_bound(plan: Plan) -> None:
     check_bounds(plan)
+
+
+def test_what_is_made_once_a_step_counts_in_its_head_and_in_the_load_of_its_rank() -> None:
+    """Each of two ranks takes 100 us to make what it reads; the second does so while it waits."""
+    job = make_comm_job(2, 4, axes=())
+    plain = lower_bound(job, (0, 1), make_comm_costs(job, op_us=100))
+    order = make_schedule("1f1b", 2, 4)
+    made = with_made(job, "another dtype")
+    costs = make_comm_costs(job, op_us=100)
+    copies = {(at, op.name): 100.0 for at, op in with_once(made, order).all_ops if op.target == IN_DTYPE}
+    assert len(copies) == 2
+    costs = replace(costs, op_us={**costs.op_us, **copies})
+    bound = lower_bound(made, order, costs)
+    for name in ("critical path", "rank 0 compute", "rank 1 compute"):
+        assert bound.parts[name] == pytest.approx(plain.parts[name] + 100), name
+    check_bounds(plan_with(made, order, costs))
 
 
 def check_bounds(plan: Plan) -> None:

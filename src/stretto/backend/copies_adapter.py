@@ -7,7 +7,6 @@ one dtype and all results of another; else tensor by tensor. The elements are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ _library: Any = torch.library.Library("stretto_copies", "DEF")  # type: ignore[n
 _library.define("in_dtype(Tensor[] tensors, *, ScalarType dtype) -> Tensor[]")
 
 
-def _empty(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _empty(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
 
 
-def _in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     result = _empty(tensors, dtype)
     torch._foreach_copy_(result, tensors)
     return result

@@ -7,8 +7,8 @@ One microbatch has the machines to itself, which is the least that any order mus
    along the axes on which it is partial, then over its ties, then over data-parallel ranks
    (`schedule.sums`); a reduction begins when every op that adds to one of its gradients has ended, for all
    microbatches.
-2. An op's *head* is its distance from the stage's start, or from the arrival of any value that it needs,
-   whichever makes it later.
+2. An op's *head* is its distance from the stage's start, or from the arrival of any value that it needs, or
+   from when what its rank makes once a step may be there (`bounds.once`), whichever makes it later.
 3. A message leaves when the op that makes it has ended, and arrives after latency and transfer.
 4. *Tails* are the same, backward from the step's end.
 
@@ -24,6 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
+from stretto.bounds.once import OnceOp, StartedTime, begins_us, rests_us
 from stretto.bounds.stage import (
     NEVER,
     Array,
@@ -34,7 +35,7 @@ from stretto.bounds.stage import (
     find_distances,
 )
 from stretto.errors import PlanError
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.flow import OVER_STEP, PHASES
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Edge, Job, Op
@@ -51,21 +52,12 @@ from stretto.schedule.once import around_starts, communicators_of, with_once
 
 
 @dataclass(frozen=True, slots=True)
-class ReductionTime:
-    """Gradients that are reduced together and what that takes. axis: of its communicator, `pp` for ties."""
-
-    name: str
-    axis: str
-    time: CollectiveTime
-
-
-@dataclass(frozen=True, slots=True)
 class StageEnd:
     """Ops of a stage, by number, after which reductions follow one after the other; `us` in all (without
     reductions: of the loss)."""
 
     ops: tuple[int, ...]
-    reductions: tuple[ReductionTime, ...]
+    reductions: tuple[StartedTime, ...]
     us: float
 
 
@@ -74,7 +66,8 @@ class StageReach:
     """One stage by op number; microseconds.
 
     distances: inside the stage, from its arrivals (`edges_in`) and to its sinks (`edges_out`, then `ends`).
-    calls: its collectives with their times. numbers: op name -> number. head_us, tail_us: without the op.
+    calls: its collectives with their times. numbers: op name -> number. made_us: when the first of what it
+    reads that is made once a step may be there. head_us, tail_us: without the op.
     """
 
     distances: Distances
@@ -83,6 +76,7 @@ class StageReach:
     ends: list[StageEnd]
     calls: list[tuple[StageCall, CollectiveTime]]
     numbers: dict[str, int]
+    made_us: float
     head_us: Array
     tail_us: Array
 
@@ -92,15 +86,25 @@ class StageReach:
 
 
 @dataclass(frozen=True, slots=True)
+class OnceReach:
+    """An op that a rank runs once a step, with its head and tail."""
+
+    of: OnceOp
+    head_us: float
+    tail_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reach:
     """Heads and tails of a job.
 
     By edge: leaves_us, before when its message cannot leave; travel_us, from then to its arrival; follows_us,
     what must pass after it has arrived. critical_us: the longest chain of one microbatch.
-    order: edges, each after those that it depends on.
+    order: edges, each after those that it depends on. once: by rank and program, ops that run once a step.
     """
 
     stages: tuple[StageReach, ...]
+    once: tuple[Mapping[Phase, Sequence[OnceReach]], ...]
     leaves_us: tuple[float, ...]
     travel_us: tuple[float, ...]
     follows_us: tuple[float, ...]
@@ -113,7 +117,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
 
     Raises PlanError when edges form a circle, and when an op that is no view, or a collective, has no time.
     """
-    stages = _stages(job, stage_ranks, costs)
+    once = _once(job, stage_ranks, costs)
+    stages = _stages(job, stage_ranks, costs, once)
     order = _edge_order(job, stages)
     travel_us = []
     for edge in job.edges:
@@ -124,7 +129,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     leaves_us = [0.0] * len(job.edges)
     for edge in order:
         source = stages[edge.source]
-        leaves_us[edge.index] = source.leaving_us(edge, source.distances.from_start)
+        made_us = source.made_us + source.leaving_us(edge, source.distances.from_made)
+        leaves_us[edge.index] = max(made_us, source.leaving_us(edge, source.distances.from_start))
         for arriving, since in zip(source.edges_in, source.distances.from_arrival, strict=True):
             time_us = leaves_us[arriving.index] + travel_us[arriving.index] + source.leaving_us(edge, since)
             leaves_us[edge.index] = max(leaves_us[edge.index], time_us)
@@ -160,7 +166,7 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     critical_us = 0.0
     for stage in stages:
         inside = stage.distances
-        head, tail = inside.from_start, inside.to_end
+        head, tail = np.maximum(inside.from_start, stage.made_us + inside.from_made), inside.to_end
         for edge, since in zip(stage.edges_in, inside.from_arrival, strict=True):
             head = np.maximum(head, leaves_us[edge.index] + travel_us[edge.index] + since)
         for to_sink, rest_us in zip(inside.to_sink, rests_us(stage), strict=True):
@@ -168,24 +174,27 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
         # Both count the op itself; a head or a tail is without it.
         stage.head_us, stage.tail_us = head - inside.time_us, tail - inside.time_us
         critical_us = max(critical_us, float((head + stage.tail_us).max(initial=0.0)))
-    return Reach(
-        tuple(stages), tuple(leaves_us), tuple(travel_us), tuple(follows_us), critical_us, tuple(order)
-    )
+    of_ranks = tuple(_once_reach(job, stage_ranks, stages, rank, of) for rank, of in enumerate(once))
+    edges = tuple(leaves_us), tuple(travel_us), tuple(follows_us)
+    return Reach(tuple(stages), of_ranks, *edges, critical_us, tuple(order))
 
 
-def _least_us(inside: Distances, ops: Mask) -> float:
-    """The least time in which ops are done on the compute lane."""
+def _least_us(inside: Distances, ops: Mask | int) -> float:
+    """The least time in which ops, or one, are done on the compute lane."""
     return float(inside.pace.least_us(inside.time_us[ops].sum()))
 
 
-def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageReach]:
+def _stages(
+    job: Job, stage_ranks: tuple[int, ...], costs: Costs, once: Sequence[Mapping[Phase, Sequence[OnceOp]]]
+) -> list[StageReach]:
     """Step 1; equal stages share their distances."""
     programs = [[op for phase in PHASES for op in stage.ops[phase]] for stage in job.stages]
     faults = [fault for stage, ops in enumerate(programs) for fault in missing_times(costs, stage, ops)]
     if faults:
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
-    ends = _ends(job, stage_ranks, costs, numbers)
+    ends = _ends(job, stage_ranks, once, numbers)
+    there_us = [_there_us(of_rank[BEFORE]) for of_rank in once]
     pace = Pace.of(costs.processor)
     known: dict[StageShape, Distances] = {}
     stages: list[StageReach] = []
@@ -194,7 +203,10 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         edges_out = [edge for edge in job.edges if edge.source == stage]
         calls = _calls(ops, numbers[stage], costs)
         arrivals = {edge.value: -1 - k for k, edge in enumerate(edges_in)}
-        at = {**arrivals, **numbers[stage]}
+        made_us = there_us[stage_ranks[stage]]
+        made = dict.fromkeys(made_us, -1 - len(edges_in))
+        at = {**made, **arrivals, **numbers[stage]}
+        first_us = min((made_us[name] for op in ops for name in op.uses if name in made_us), default=0.0)
         shape = StageShape(
             tuple(time_of(costs, stage, op) for op in ops),
             len(job.stages[stage].ops[PHASES[0]]),
@@ -207,9 +219,8 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         if shape not in known:
             known[shape] = find_distances(shape)
         none = np.zeros(len(ops))
-        stages.append(
-            StageReach(known[shape], edges_in, edges_out, ends[stage], calls, numbers[stage], none, none)
-        )
+        of_stage = ends[stage], calls, numbers[stage]
+        stages.append(StageReach(known[shape], edges_in, edges_out, *of_stage, first_us, none, none))
     return stages
 
 
@@ -242,32 +253,94 @@ def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
         ) from None
 
 
-def _ends(
-    job: Job, stage_ranks: Sequence[int], costs: Costs, numbers: Sequence[Mapping[str, int]]
-) -> list[list[StageEnd]]:
-    """The ends of every stage. numbers: by stage, op name -> number.
+def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[dict[Phase, tuple[OnceOp, ...]]]:
+    """By rank, the programs that run once a step. An op without a time takes none.
 
     Raises PlanError for a collective that has no cost.
     """
     empty: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
-    where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
-    reducing = with_once(job, where)
+    where = Schedule("", len(stage_ranks), job.microbatches, stage_ranks, empty)
+    job = with_once(job, where)
     communicators = {one.name: one for one in communicators_of(job, where)}
-    chains: list[dict[str, tuple[ReductionTime, ...]]] = []
-    for rank in range(where.ranks):
-        chain: dict[str, tuple[ReductionTime, ...]] = defaultdict(tuple)
-        for stage in where.stages_of(rank):
-            leads, _ = around_starts(reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()))
-            for name, lead in leads.items():
-                if not name:
-                    continue
-                assert lead[-1].collective is not None
-                communicator = communicators[lead[-1].lane]
-                time = collective_time(costs, job, communicator, lead[-1].collective)
+    pace = Pace.of(costs.processor)
+
+    def timed(stage: int, op: Op) -> OnceOp:
+        us, started = time_of(costs, stage, op), None
+        if op.collective is not None:
+            communicator = communicators[op.lane]
+            time = collective_time(costs, job, communicator, op.collective)
+            started = StartedTime(op.name, communicator.axes[0], time)
+        return OnceOp(op, us, float(pace.least_us(np.array(us))), started)
+
+    return [
+        {
+            phase: tuple(
+                timed(s, op) for s in where.stages_of(rank) for op in job.stages[s].ops.get(phase, ())
+            )
+            for phase in ONCE_PHASES
+        }
+        for rank in range(where.ranks)
+    ]
+
+
+def _there_us(program: Sequence[OnceOp]) -> dict[str, float]:
+    """When each parameter that a program makes may be there."""
+    there_us: dict[str, float] = {}
+    begins_us(program, there_us)
+    return {one.op.writes: there_us[one.op.writes] for one in program if one.op.writes is not None}
+
+
+def _once_reach(
+    job: Job,
+    stage_ranks: Sequence[int],
+    stages: Sequence[StageReach],
+    rank: int,
+    once: Mapping[Phase, Sequence[OnceOp]],
+) -> dict[Phase, list[OnceReach]]:
+    """What a rank runs once a step, when heads and tails of all other ops are known."""
+    here = [(job.stages[at], stage) for at, stage in enumerate(stages) if stage_ranks[at] == rank]
+    made = {one.op.writes for one in once[BEFORE]}
+    follows_us: dict[str, float] = defaultdict(float)
+    for given, stage in here if made else ():
+        for op in (op for phase in PHASES for op in given.ops[phase] if not made.isdisjoint(op.uses)):
+            at = stage.numbers[op.name]
+            for name in made.intersection(op.uses):
+                after_us = _least_us(stage.distances, at) + float(stage.tail_us[at])
+                follows_us[str(name)] = max(follows_us[str(name)], after_us)
+    there_us: dict[str, float] = defaultdict(float)
+    adds = [(job.loss, STEP_LOSS)]
+    adds += [((stage, value), GRAD + p.name) for p in job.parameters for stage, _, value in p.grads]
+    for (owner, value), name in adds:
+        if stage_ranks[owner] == rank and value in stages[owner].numbers:
+            stage, at = stages[owner], stages[owner].numbers[value]
+            added_us = float(stage.head_us[at]) + _least_us(stage.distances, at)
+            there_us[name] = max(there_us[name], added_us)
+    result: dict[Phase, list[OnceReach]] = {}
+    for phase, program in once.items():
+        begins = begins_us(program, {} if phase is BEFORE else there_us)
+        rests = rests_us(program, follows_us if phase is BEFORE else {})
+        result[phase] = [OnceReach(one, begins[one.op.name], rests[one.op.name]) for one in program]
+    return result
+
+
+def _ends(
+    job: Job,
+    stage_ranks: Sequence[int],
+    once: Sequence[Mapping[Phase, Sequence[OnceOp]]],
+    numbers: Sequence[Mapping[str, int]],
+) -> list[list[StageEnd]]:
+    """The ends of every stage. numbers: by stage, op name -> number."""
+    chains: list[dict[str, tuple[StartedTime, ...]]] = []
+    for of_rank in once:
+        chain: dict[str, tuple[StartedTime, ...]] = defaultdict(tuple)
+        started = {one.op.name: one.started for one in of_rank[AFTER] if one.started is not None}
+        leads, _ = around_starts([one.op for one in of_rank[AFTER]])
+        for name, lead in leads.items():
+            if name:
                 for read in dict.fromkeys(n for op in lead for n in op.uses if n.startswith(OVER_STEP)):
-                    chain[read] += (ReductionTime(name, communicator.axes[0], time),)
+                    chain[read] += (started[name],)
         chains.append(chain)
-    adding: list[dict[tuple[ReductionTime, ...], dict[int, None]]] = [defaultdict(dict) for _ in job.stages]
+    adding: list[dict[tuple[StartedTime, ...], dict[int, None]]] = [defaultdict(dict) for _ in job.stages]
     for parameter in job.parameters:
         for stage, _, value in parameter.grads:
             followed = chains[stage_ranks[stage]].get(GRAD + parameter.name, ())

@@ -50,7 +50,8 @@ class StageCall:
 class StageShape:
     """A stage by numbers; ops in order, F first.
 
-    uses[op]: ops that it reads, and -1 - k for the k-th arriving value. sinks: points that are reached when
+    uses[op]: ops that it reads, -1 - k for the k-th arriving value, and `-1 - arriving` for what is made once
+    a step. sinks: points that are reached when
     all of these ops have ended (a message leaves, a sum of gradients begins).
     """
 
@@ -67,7 +68,8 @@ class StageShape:
 class Distances:
     """Microseconds by op; `NEVER` where there is no chain.
 
-    from_start, from_arrival[k]: from the stage's first op, or the k-th arrival, to the op's end.
+    from_start, from_arrival[k], from_made: from the stage's first op, the k-th arrival, or from when what is
+    made once a step may be there, to the op's end.
     to_end, to_sink[k]: from the op's start to the end of all that needs it, or to the k-th sink.
     before_sink[k]: the ops that have ended when the sink is reached.
     pace: of the compute lane.
@@ -77,6 +79,7 @@ class Distances:
     forward: Mask
     from_start: Array
     from_arrival: list[Array]
+    from_made: Array
     to_end: Array
     to_sink: list[Array]
     before_sink: list[Mask]
@@ -125,11 +128,13 @@ def find_distances(shape: StageShape) -> Distances:
                 left = np.maximum(left, np.where(needs[starts[c]], left_us + to_start_us, NEVER))
         return left
 
+    *from_arrival, from_made = (forward_from(1 + k, mask) for k, mask in enumerate(after))
     return Distances(
         time_us,
         np.arange(count) < shape.forwards,
         forward_from(0, everything),
-        [forward_from(1 + k, mask) for k, mask in enumerate(after)],
+        from_arrival,
+        from_made,
         backward_from(0, everything),
         [backward_from(1 + k, mask) for k, mask in enumerate(before)],
         before,
@@ -138,12 +143,13 @@ def find_distances(shape: StageShape) -> Distances:
 
 
 def _needs(shape: StageShape) -> tuple[Mask, list[Mask]]:
-    """Step 1: `needs[i, j]`: op i is op j or needs it; `after[k][i]`: op i needs the k-th arriving value."""
+    """Step 1: `needs[i, j]`: op i is op j or needs it; `after[k][i]`: op i needs the k-th arriving value, or
+    as the last what is made once a step."""
     count = len(shape.time_us)
     needs: Mask = np.zeros((count, count), dtype=bool)
-    arrived: Mask = np.zeros((count, shape.arriving), dtype=bool)
+    arrived: Mask = np.zeros((count, shape.arriving + 1), dtype=bool)
     every_forward = np.arange(count) < shape.forwards
-    by_forward = np.zeros(shape.arriving, dtype=bool)
+    by_forward = np.zeros(shape.arriving + 1, dtype=bool)
     for at, uses in enumerate(shape.uses):
         row = needs[at]
         row[at] = True
@@ -158,7 +164,7 @@ def _needs(shape: StageShape) -> tuple[Mask, list[Mask]]:
                 arrived[at, -1 - used] = True
         if at < shape.forwards:
             by_forward |= arrived[at]
-    return needs, [arrived[:, k] for k in range(shape.arriving)]
+    return needs, [*arrived.T]
 
 
 def _times(relation: Mask, columns: Array) -> Array:

@@ -4,8 +4,8 @@
    after it has ended. Both follow from one microbatch alone (`bounds.reach`).
 2. A machine does one thing at a time: a rank's compute lane, the lane of each of its other axes, its network
    card in each direction. Each is bounded as one machine (`bounds.machine`). A card carries messages, and the
-   collectives of axes that share it, less their latency. Gradient reductions are those of `schedule.sums`;
-   each comes once a step, after the last of the ops that add to it.
+   collectives of axes that share it, less their latency. What runs once a step counts once
+   (`schedule.once`); a gradient is reduced after the last of the ops that add to it.
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work: no more can than the
    heads and tails of the transfers themselves let. Where a lane may be ahead of its ops' times
@@ -26,9 +26,10 @@ from itertools import combinations
 import numpy as np
 
 from stretto.bounds.machine import ROUNDING, MachineBound, MachineWork, OtherWork, one_machine
-from stretto.bounds.reach import Reach, ReductionTime, find_reach
+from stretto.bounds.once import StartedTime
+from stretto.bounds.reach import OnceReach, Reach, find_reach
 from stretto.bounds.stage import NEVER, Array, after_lane
-from stretto.ir.action import Phase, Schedule
+from stretto.ir.action import BEFORE, Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
@@ -131,13 +132,14 @@ class _Machines:
             out: [(edge, costs.link(a, b)) for edge, a, b in ways if a != b and rank == (a if out else b)]
             for out in (True, False)
         }
-        self._reductions = self._find_reductions()
+        self._once = [one for program in reach.once[rank].values() for one in program]
+        self._reductions = [*self._find_reductions(), *self._gathers(reach.once[rank][BEFORE])]
         lanes = [call.lane for stage in self._stages for call, _ in stage.calls]
         self.axes = tuple(dict.fromkeys([*lanes, *(of.axis for of, _, _ in self._reductions)]))
 
-    def _find_reductions(self) -> list[tuple[ReductionTime, float, float]]:
+    def _find_reductions(self) -> list[tuple[StartedTime, float, float]]:
         """Gradient reductions along axes other than pp, each with its head and tail."""
-        largest: dict[str, tuple[ReductionTime, float, float]] = {}
+        largest: dict[str, tuple[StartedTime, float, float]] = {}
         for stage in self._stages:
             inside = stage.distances
             for end, before in zip(stage.ends, inside.before_sink[len(stage.edges_out) :], strict=True):
@@ -152,6 +154,13 @@ class _Machines:
                     head_us += of.time.us
         return list(largest.values())
 
+    @staticmethod
+    def _gathers(program: Sequence[OnceReach]) -> Iterator[tuple[StartedTime, float, float]]:
+        """Collectives of what is made before actions."""
+        for one in program:
+            if one.of.started is not None:
+                yield one.of.started, one.head_us + one.of.least_us, one.tail_us
+
     def _calls(self, axis: str) -> Iterator[tuple[CollectiveTime, float, float]]:
         """The collectives of ops along an axis: time, head, tail; each comes once a microbatch."""
         for stage in self._stages:
@@ -165,6 +174,8 @@ class _Machines:
         # The first run of a rank may pay `action_us` before the head.
         work = MachineWork(other=self._transport(), before_us=action_us, ahead_us=self._pace.ahead_us)
         slowed = any(one.us for one in work.other)
+        for one in self._once:
+            work.add(one.head_us, one.of.travel_us + one.tail_us, once_us=one.of.us)
         for stage in self._stages:
             inside = stage.distances
             waits = {call.start: call.wait for call, _ in stage.calls} if slowed else {}
