@@ -86,24 +86,6 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     assert bits_of(folder / "killed") == bits_of(undisturbed)
 
 
-@pytest.mark.slow
-def test_a_killed_run_of_ranks_that_keep_parts_goes_on_to_the_same_bits(folder: Path) -> None:
-    layout = "dp = 2\nzero = 1\nmicrobatches = 2"
-    straight, killed = (
-        write_settings(folder, layout=layout, steps=STEPS, every=EVERY, run=f"zero-{name}")
-        for name in ("straight", "killed")
-    )
-    for status, _, err in run_ranks(*[["train", straight]] * 2):
-        assert (status, err) == (0, "")
-    process = start("train", killed)
-    os.kill(until_checkpoint(killed, process)[1], signal.SIGKILL)
-    ended(killed, process, 30)
-    assert EVERY <= len(steps_of(folder / "zero-killed")) < STEPS
-    for status, _, err in run_ranks(*[["train", killed, "--resume"]] * 2):
-        assert (status, err) == (0, "")
-    assert bits_of(folder / "zero-killed") == bits_of(folder / "zero-straight")
-
-
 PHASES: dict[str, Callable[[Path], bool]] = {
     "the start": lambda run: bool(ranks_of(run.with_suffix(".toml"))),
     "the steps": lambda run: (run / "metrics.jsonl").exists() and len(steps_of(run)) > EVERY,

@@ -29,6 +29,7 @@ from stretto.ir.action import Phase
 from stretto.ir.forms import forward_only
 from stretto.ir.program import Job, Op
 from stretto.parallelize.layout import RankLayout
+from stretto.passes.rows import read_of
 
 Reading = tuple[str, str]
 """(module, parameter) of an op that reads a parameter."""
@@ -105,4 +106,4 @@ def _cuts(traced: Traced, training: Job) -> list[int]:
 
 
 def _readings(op: Op) -> Sequence[Reading]:
-    return [(op.module, name) for name in op.uses if name.startswith("param/")]
+    return [(op.module, name) for name in map(read_of, op.uses) if name is not None]

@@ -15,6 +15,8 @@ from stretto.ir.program import GETITEM, PARAM, SHARD, WAIT, Const, Job, Op, Para
 from stretto.passes.flat import Moved, bucketed, side_by_side, taken_apart, viewed
 
 CAST, SLICE = "aten._to_copy.default", "aten.slice.Tensor"
+OF = ":"
+"""In the name of what was gathered, before that of the parameter."""
 
 
 def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[Parameter]]]:
@@ -24,6 +26,12 @@ def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[
         nbytes=lambda group: group[0].spec.nbytes,
         like=lambda group: (group[0].kept, group[0].spec.dtype, group[0].grad_dtype),
     )
+
+
+def read_of(value: str) -> str | None:
+    """The name under which the model reads the parameter that a value is, gathered or not; else None."""
+    _, gathered_of, name = value.partition(OF)
+    return PARAM + name if gathered_of else value if value.startswith(PARAM) else None
 
 
 def in_dtype(
@@ -79,8 +87,8 @@ def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writ
             cut = (Ref(f"{given}.row"), 1, 0, rest.numel)
             ops.append(Op(f"{given}.cut", SLICE, cut, (), (rest,), alias))
             given = f"{given}.cut"
-        for k, parameter in enumerate(group):
-            values.append(f"{name}.{at}.{k}")
+        for parameter in group:
+            values.append(f"{name}{OF}{parameter.name}")
             into = PARAM + parameter.name if writes else None
             ops.append(viewed(values[-1], given, parameter.spec, alias, into))
     return Moved([], ops, values)
