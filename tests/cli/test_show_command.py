@@ -11,12 +11,17 @@ from typer.testing import CliRunner
 
 from stretto.cli.report import show
 from stretto.errors import UsageError
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE, ONCE_PHASES, Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Stage
 from stretto.ir.serialize import save_plan
+from stretto.ir.timeline import SpanKind
+from stretto.report.detail import runs_of
 from stretto.report.ops import program_lines, totals_of
+from stretto.report.perfetto import laid_ops
 from stretto.schedule.families import make_schedule
+from stretto.simulating import simulate
+from tests.parallelize.zero import ZeroCell
 from tests.synthetic_comm import ACTIVATION, WEIGHT, make_comm_plan
 
 
@@ -111,3 +116,51 @@ def test_wrong_usage(path: Path, arguments: list[str], message: str) -> None:
     error = CliRunner().invoke(show, [str(path), *arguments]).exception
     assert isinstance(error, UsageError)
     assert str(error) == message
+
+
+@pytest.fixture(scope="module")
+def rows_plan() -> Plan:
+    """Two pipeline ranks whose data-parallel ranks keep rows of parameters."""
+    return ZeroCell(1, pp=2, tied=True).plan()
+
+
+@pytest.mark.parametrize("phase", ONCE_PHASES)
+def test_what_runs_once_a_step_is_listed_in_its_order(rows_plan: Plan, phase: Phase, tmp_path: Path) -> None:
+    program = rows_plan.job.stages[1].ops[phase]
+    lines = program_lines(rows_plan, 1, phase)
+    assert sorted(line.row.op.name for line in lines) == sorted(op.name for op in program)
+    at = {line.row.op.name: k for k, line in enumerate(lines)}
+    assert all(at[used] < k for k, line in enumerate(lines) for used in line.row.op.uses if used in at)
+    known = {f"{what} {p.name}" for p in rows_plan.job.parameters for what in ("param", "grad")}
+    results = {result for line in lines for result in line.result}
+    assert len(results & known) > 5
+    assert results <= known | {"step loss"}
+    assert all(line.collective_us for line in lines if line.row.op.collective is not None)
+    save_plan(rows_plan, tmp_path / "plan.json")
+    arguments = [str(tmp_path / "plan.json"), "--stage", "1", "--phase", phase.value]
+    shown = CliRunner().invoke(show, arguments).output
+    assert f"1{phase}: {phase.meaning} of pipeline rank 1, once a step" in shown
+
+
+def test_a_program_that_a_plan_lacks_is_refused_with_the_stages_that_have_it(rows_plan: Plan) -> None:
+    with pytest.raises(UsageError, match="stage 0 has no such program; nor has another"):
+        program_lines(plan_with_modules(), 0, Phase.UNSHARD)
+    stages = list(rows_plan.job.stages)
+    stages[1] = Stage(1, {phase: ops for phase, ops in stages[1].ops.items() if phase not in ONCE_PHASES})
+    without = replace(rows_plan, job=replace(rows_plan.job, stages=tuple(stages)))
+    with pytest.raises(UsageError, match=r"stage 1 has no such program; .*: 0"):
+        program_lines(without, 1, Phase.UNSHARD)
+
+
+def test_ops_that_run_once_a_step_are_drawn_inside_their_spans(rows_plan: Plan) -> None:
+    timeline = simulate(rows_plan)
+    for rank, runs in enumerate(runs_of(rows_plan, timeline)):
+        once = {run.window: run.spans for run in runs if run.microbatches == (ONCE,)}
+        assert once.keys() == {f"{rank}UNSHARD", f"{rank}REDUCE_GRAD"}
+    nested, around = laid_ops(rows_plan, timeline)
+    for span in timeline.spans:
+        if span.phase in ONCE_PHASES and span.duration_us:
+            assert {op.row.phase for op in nested[id(span)]} == {span.phase}
+    gathers = [s for s in timeline.spans if s.kind is SpanKind.MESSAGE and "unshard" in s.name]
+    assert gathers
+    assert all((span.rank, None, None, span.name) in around for span in gathers)

@@ -39,6 +39,9 @@ def comm_plan(order: Schedule | None = None) -> Plan:
         ("tp all_reduce mm_3", ("tp", "all_reduce")),
         ("tp reduce_scatter mm_3", ("tp", "reduce_scatter")),
         ("dp 1.0", ("dp", "gradients")),
+        ("dp_shard scatter.1W.0", ("dp_shard", "gradients")),
+        ("dp unshard.0.3", ("dp", "parameters")),
+        ("ep dp.unshard.0F.0", ("ep", "parameters")),
     ],
 )
 def test_what_a_name_says(name: str, expected: tuple[str, str]) -> None:

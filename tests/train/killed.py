@@ -1,5 +1,5 @@
 """A rank of `stretto train` that ends itself by SIGKILL at a named place, in float64:
-`killed.py PLACE STEP RANK COMMAND...`. STEP is the one after which the place counts; no one comes to "nowhere".
+`killed.py PLACE STEP RANK COMMAND...`. STEP is the one after which the place counts; "nowhere" is no place.
 
 Plans come from a description of a machine: measuring one takes longer than these runs.
 """

@@ -18,7 +18,7 @@ from rich.console import Console
 from stretto.cli.common import AsJson, PlanFile, check_output, command, write_and_print
 from stretto.errors import UsageError
 from stretto.files.whole_file import write_file
-from stretto.ir.action import Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import SpanKind, Timeline
@@ -116,8 +116,12 @@ def show(
     plan: PlanFile,
     stage: Annotated[int, typer.Option(help="The stage.", show_default=False)],
     phase: Annotated[
-        Literal["F", "I", "W", "B"],
-        typer.Option(help="B is I and W together.", case_sensitive=False, show_default=False),
+        Literal["F", "I", "W", "B", "UNSHARD", "REDUCE_GRAD"],
+        typer.Option(
+            help="B is I and W together; the last two run once a step.",
+            case_sensitive=False,
+            show_default=False,
+        ),
     ],
     module: Annotated[
         str | None,
@@ -137,7 +141,10 @@ def show(
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
-    console.print(_ops_grid(lines, f"{stage}{wanted}: {wanted.meaning} of stage {stage}").rich())
+    whose = f"stage {stage}"
+    if wanted in ONCE_PHASES:
+        whose = f"pipeline rank {loaded.rank_of(stage)}, once a step"
+    console.print(_ops_grid(lines, f"{stage}{wanted}: {wanted.meaning} of {whose}").rich())
     saved, freed = format_bytes(totals["saved_bytes"]), format_bytes(totals["freed_bytes"])
     lanes = f"{format_us(totals['predicted_us'])} on the compute lane"
     if totals["collectives"]:

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.ir.action import ONCE_PHASES, Phase
-from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.action import ONCE, ONCE_PHASES, Phase
+from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.prices import specs_of as specs_of
 from stretto.ir.program import Op, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
@@ -75,7 +75,8 @@ def span_category(span: Span) -> str:
 
 
 def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
-    """The ops of every window's actions in order with their predicted times, without its waits and sends.
+    """The ops of every window's actions in order with their predicted times, without its waits and sends; by
+    `0UNSHARD` and the like those of a program that runs once a step, as if it had a window of its own.
 
     An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
     """
@@ -96,13 +97,30 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
                 stage = window.parts[item.part][0]
                 rows.append(OpRow(op, stage, sub, item.part, time_of(plan.costs, stage, op)))
         result[name] = tuple(rows)
+    for stage_ in plan.job.stages:
+        for phase in ONCE_PHASES:
+            if stage_.ops.get(phase):
+                result[f"{stage_.index}{phase}"] = tuple(once_ops(plan, stage_.index, phase))
     return result
 
 
+def once_ops(plan: Plan, stage: int, phase: Phase) -> Iterator[OpRow]:
+    """The ops of a program that runs once a step, in the order of all windows that run some of it."""
+    ops = {op.name: op for op in plan.job.stages[stage].ops[phase]}
+    runs = (one for one in plan.orders[plan.rank_of(stage)] if one.kind is InstructionKind.RUN)
+    for name in dict.fromkeys(str(run.ref) for run in runs):
+        window = plan.windows[name]
+        for item in window.items:
+            op = ops.get(str(item.ref)) if item.kind is ItemKind.OP else None
+            if op is not None and window.parts[item.part] == (stage, phase):
+                yield OpRow(op, stage, phase, 0, time_of(plan.costs, stage, op))
+
+
 def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]:
-    """By rank, the runs of windows in a timeline of `plan`; spans that no run of the plan explains are left
-    out."""
+    """By rank, the runs of windows in a timeline of `plan`, behind them its programs that run once a step;
+    spans that none of these explains are left out."""
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    once: list[dict[str, list[Span]]] = [defaultdict(list) for _ in range(plan.ranks)]
     slots = {
         (rank, str(action)): at
         for rank, order in enumerate(plan.schedule.orders)
@@ -114,11 +132,16 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]
             at = slots.get((span.rank, span.name))
             if at is not None:
                 spans[span.rank, at].append(span)
+            elif span.phase in ONCE_PHASES:
+                once[span.rank][span.name].append(span)
     return tuple(
-        tuple(
-            WindowRun(str(run.ref), run.microbatches, tuple(spans[rank, at]))
-            for at, (_, run, _) in enumerate(plan.runs(rank))
-            if (rank, at) in spans
+        (
+            *(
+                WindowRun(str(run.ref), run.microbatches, tuple(spans[rank, at]))
+                for at, (_, run, _) in enumerate(plan.runs(rank))
+                if (rank, at) in spans
+            ),
+            *(WindowRun(name, (ONCE,), tuple(of)) for name, of in once[rank].items()),
         )
         for rank in range(plan.ranks)
     )

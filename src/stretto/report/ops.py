@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from stretto.errors import UsageError, listed
-from stretto.ir.action import ONCE_PHASES, Phase
+from stretto.errors import PlanError, UsageError, listed
+from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
-from stretto.ir.transfers import time_of
+from stretto.ir.program import FREE
+from stretto.ir.transfers import collective_time, time_of
 from stretto.passes.recompute import storages
-from stretto.report.detail import OpRow, op_category, op_data, specs_of, window_ops
+from stretto.report.detail import OpRow, once_ops, op_category, op_data, specs_of, window_ops
+
+PROGRAMS = (BEFORE, *PHASES, AFTER)
+"""All programs of a stage, in the order in which each by itself would run."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpLine:
     """One op. shown: `op_data`. saved_for: later phases of the stage that read its result; sent: edges that
-    carry it; result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with
+    carry it; result: what it is beyond its program (`grad w`, `loss`); freed: (value, bytes) that end with
     it; collective_us: what the communication that it starts takes on its lane, where it is known."""
 
     row: OpRow
@@ -55,14 +60,19 @@ class OpLine:
 
 def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = None) -> list[OpLine]:
     """The ops of one phase of one stage in the order in which the plan runs them (B is I and then W, unless
-    the plan's window mixes them). module: only ops of modules that match this pattern (`*.attention*`), or
-    contain it where it has no `*` or `?`.
+    the plan's window mixes them; what runs once a step may be in several windows). module: only ops of
+    modules that match this pattern (`*.attention*`), or contain it where it has no `*` or `?`.
 
-    Raises UsageError for a stage that the plan does not have, and for a pattern that nothing matches.
+    Raises UsageError for a stage or a program that the plan does not have, and for a pattern that nothing
+    matches.
     """
     stages = len(plan.job.stages)
     if not 0 <= stage < stages:
         raise UsageError(f"--stage {stage}: the plan has stages 0 to {stages - 1}")
+    if phase in ONCE_PHASES and not plan.job.stages[stage].ops.get(phase):
+        there = [one.index for one in plan.job.stages if one.ops.get(phase)]
+        words = f"the first stages of pipeline ranks have it: {listed(there)}" if there else "nor has another"
+        raise UsageError(f"--phase {phase}: stage {stage} has no such program; {words}")
     lines = list(_lines(plan, stage, _ordered(plan, stage, phase)))
     if module is None:
         return lines
@@ -93,7 +103,10 @@ def totals_of(lines: list[OpLine]) -> dict[str, Any]:
 
 
 def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
-    """The phase's ops in the order of the first window that runs it; of the job where none does."""
+    """The phase's ops in the order of the first window that runs it; of the job where none does. What runs
+    once a step, in the order of all windows that run some of it."""
+    if phase in ONCE_PHASES:
+        return list(once_ops(plan, stage, phase))
     for name, window in plan.windows.items():
         for part, (of, runs) in enumerate(window.parts):
             if of == stage and set(phase.programs) <= set(runs.programs):
@@ -107,40 +120,50 @@ def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
 
 def _lines(plan: Plan, stage: int, rows: list[OpRow]) -> Iterator[OpLine]:
     """The ops with what becomes of their memory: which values of the stage share it, and when it goes."""
-    specs, programs = specs_of(plan.job), plan.job.stages[stage].ops
-    root = storages([op for phase in PHASES for op in programs[phase]])
+    specs, stages = specs_of(plan.job), plan.job.stages
+    programs = {phase: stages[stage].ops.get(phase, ()) for phase in PROGRAMS}
+    root = storages([op for phase in PROGRAMS for op in programs[phase]])
     edges = [edge for edge in plan.job.edges if edge.source == stage]
+    lanes = {communicator.name: communicator for communicator in plan.communicators}
     readers: dict[str, set[Phase]] = defaultdict(set)
-    for phase in PHASES:
+    for phase in PROGRAMS:
         for op in programs[phase]:
             for name in op.uses:
                 readers[root.get(name, name)].add(phase)
     results = {
         value: words for phase in PHASES for value, words in results_of(plan.job, stage, phase).items()
     }
+    written = [op for phase in ONCE_PHASES for op in programs[phase] if op.writes is not None]
+    results |= {op.name: [str(op.writes).replace("/", " ", 1)] for op in written if op.target != FREE}
     # What a message, the optimizer or another rank still needs does not end with an op.
     kept = {root.get(name, name) for name in (*results, *(edge.value for edge in edges))}
     last = {root.get(name, name): at for at, row in enumerate(rows) for name in (row.op.name, *row.op.uses)}
-    shown = max((PHASES.index(row.phase) for row in rows), default=0)
+    shown = max((PROGRAMS.index(row.phase) for row in rows), default=0)
     ending: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for name, at in last.items():
         spec = specs.get(name)
-        later = any(PHASES.index(phase) > shown for phase in readers[name])
+        later = any(PROGRAMS.index(phase) > shown for phase in readers[name])
         if spec is not None and not (later or is_external(name) or name in kept):
             ending[at].append((name, spec.nbytes))
     for at, row in enumerate(rows):
         op, asked = row.op, row.op.collective
+        if op.target == FREE and op.writes is not None:
+            ending[at].append((op.writes, specs[op.writes].nbytes))
         # A view saves nothing of its own.
         later_phases = readers[op.name] if root.get(op.name, op.name) == op.name else ()
-        cost = None if asked is None else plan.costs.collectives.get((asked.axis, asked.kind))
+        lane = None if asked is None else lanes.get(asked.axis)
+        us = None
+        if asked is not None and lane is not None:
+            with suppress(PlanError):  # costs without this collective
+                us = collective_time(plan.costs, plan.job, lane, asked).us
         yield OpLine(
             row,
             op_data(op, specs),
-            tuple(phase for phase in PHASES[PHASES.index(row.phase) + 1 :] if phase in later_phases),
+            tuple(phase for phase in PROGRAMS[PROGRAMS.index(row.phase) + 1 :] if phase in later_phases),
             tuple(f"e{e.index} to stage {e.target}" for e in edges if e.value == op.name),
             tuple(results.get(op.name, ())),
             tuple(ending[at]),
-            None if cost is None or asked is None else cost.curve.us(asked.nbytes),
+            us,
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.files.whole_file import write_file
+from stretto.ir.action import ONCE
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
@@ -54,7 +55,7 @@ class OpSlice:
 Details = Iterator[tuple[str, int | float | str]]
 
 Called = tuple[int, int | None, int | None, str]
-"""A collective: rank, stage, microbatch, label."""
+"""A collective: rank, stage and microbatch (None of what runs once a step), label."""
 
 
 def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
@@ -81,7 +82,9 @@ def laid_ops(plan: Plan, timeline: Timeline) -> tuple[dict[int, list[OpSlice]], 
             if started is not None:
                 before = bisect_right(slices, started, key=attrgetter("at"))
                 after = bisect_right(slices, waited, key=attrgetter("at"))
-                called = (rank, row.stage, run.microbatches[row.part], rows[started].op.label)
+                microbatch = run.microbatches[row.part]
+                whose = (row.stage, microbatch) if microbatch != ONCE else (None, None)
+                called = (rank, *whose, rows[started].op.label)
                 around.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
     return nested, around
 

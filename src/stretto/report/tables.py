@@ -50,7 +50,10 @@ def communication_of(name: str) -> tuple[str, str]:
         return axis, "message"
     if word.startswith("tied."):
         return axis, "tied gradients"
-    return axis, "gradients" if _SUM.match(word) else word
+    made = word.split(".")
+    if "unshard" in made:
+        return axis, "parameters"
+    return axis, "gradients" if "scatter" in made or _SUM.match(word) else word
 
 
 def traffic_of(

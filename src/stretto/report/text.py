@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stretto.ir.action import ONCE_PHASES, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.detail import rows_of, span_category
+from stretto.report.detail import ONCE_A_STEP, rows_of, span_category
 from stretto.report.grid import format_us, source_word
 from stretto.schedule.draw import to_timeline
 from stretto.schedule.timing import ScheduleTiming
@@ -124,6 +124,8 @@ def _legend(timeline: Timeline) -> Text:
     text = Text(" " * LABEL_CELLS)
     compute = (s for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
     meanings = {span_category(s): s.phase.meaning for s in compute if s.phase is not None}
+    if ONCE_A_STEP in meanings:
+        meanings[ONCE_A_STEP] = "once a step"
     for letter in sorted(meanings, key="FIWBS".index):
         text.append(f" {letter} ", style=STYLES[letter])
         text.append(f" {meanings[letter].partition(' (')[0]}  ")

@@ -11,7 +11,8 @@ View.prototype.legend = function () {
       }
     if (timeline.memory.some((memory) => memory.at.length)) found.add("memory");
   }
-  for (const category of new Set(this.data.ops.category || [])) found.add(categories[category]); // seen when zoomed in
+  // Ops are seen when zoomed in, those that take time.
+  (this.data.ops.category || []).forEach((category, op) => this.data.ops.us[op] && found.add(categories[category]));
   const colours = matchMedia("(prefers-color-scheme: dark)").matches ? DARK : LIGHT;
   this.root.querySelector("#legend").replaceChildren(
     ...Object.keys(MEANING).filter((key) => found.has(key)).map((key) => {

@@ -197,16 +197,17 @@ class Painter {
   }
 
   // The name of a run that waits may cut in pieces: on the pieces that hold it, else on a plate over all of them.
+  // Between those of what runs once a step is other work.
   plate(lane, run, begin, end, y, height) {
     const widest = run.spans.reduce((a, b) => (lane.end[b] - lane.begin[b] > lane.end[a] - lane.begin[a] ? b : a));
     const category = this.data.categories[lane.category[widest]], name = this.data.texts[lane.name[widest]];
     const colour = this.colours[category][Math.max(0, lane.microbatch[widest]) % 3];
     const ink = category === "F" || category === "B" ? this.colours.onDark : this.colours.onLight;
-    const need = this.textWidth(name) + 6, fits = run.spans.filter((i) => this.seen(lane.begin[i], lane.end[i]) >= need);
+    const once = lane.microbatch[widest] < 0, need = this.textWidth(name) + 6, fits = run.spans.filter((i) => this.seen(lane.begin[i], lane.end[i]) >= need);
     // Many pieces that could hold it would be many labels: below the height of ops, one is enough.
-    for (const i of height === OPS_TOP ? fits : fits.filter((i) => i === widest))
+    for (const i of height === OPS_TOP || once ? fits : fits.filter((i) => i === widest))
       this.fit([this.data.texts[lane.name[i]]], this.x(lane.begin[i]), this.x(lane.end[i]), y + height / 2 + 0.5, ink);
-    if (!fits.length) {
+    if (!fits.length && !once) {
       const from = Math.max(this.x(begin), GUTTER), to = Math.min(this.x(end), GUTTER + this.span);
       if (to - from < need) return;
       this.context.fillStyle = colour;

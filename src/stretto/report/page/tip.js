@@ -14,7 +14,7 @@ function spanFacts(data, timeline, lane, i) {
   const run = lane.compute ? lane.runs[lane.run[i]] : undefined;
   if (run) {
     add("phase", MEANING[category]);
-    add("microbatch", run.microbatches.join(", "));
+    add("microbatch", run.microbatches.filter((m) => m >= 0).join(", "));
     for (const other of data.timelines) if (other.took.has(name)) add(KIND[other.source] || other.source, timeText(other.took.get(name)));
     const window = data.windows.get(run.window);
     if (window) {
@@ -35,9 +35,11 @@ function spanFacts(data, timeline, lane, i) {
   }
   add("from", timeText(lane.begin[i]));
   if (!lane.compute) {
-    const edge = /\be(\d+):/.exec(name), op = name.split(" ").pop();
+    // A collective is named for its op, "tp all_reduce mm_3", or as its op, "dp unshard.0.0".
+    const edge = /\be(\d+):/.exec(name);
+    const op = [name.split(" ").pop(), name.replace(" ", ".")].find((one) => data.opNumber.has(one));
     if (edge && data.edges[edge[1]] !== undefined) add("tensor", data.texts[data.edges[edge[1]]]);
-    else if (data.opNumber.has(op)) add("tensor", data.texts[data.ops.makes[data.opNumber.get(op)]]);
+    else if (op !== undefined) add("tensor", data.texts[data.ops.makes[data.opNumber.get(op)]]);
     if (lane.bytes[i]) add("bytes", bytesText(lane.bytes[i]));
     if (lane.sender[i] >= 0) add("sent by", timeline.names[lane.sender[i]]);
     if (lane.sent[i] > 0) add("sent before", timeText(lane.sent[i] * data.tick_us));
