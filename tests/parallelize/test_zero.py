@@ -11,22 +11,22 @@ import pytest
 from tests.parallelize.zero import ZeroCell, assert_same_parameters, plain_training, training, worst_error
 
 TABLE = """
-    # zero, dp_shard (- is all of dp = 4), pp, schedule, tp, ep, recompute, precision, and what else there is
-    1 -  1  1f1b             1  1  full  float64  clipped
-    2 2  1  1f1b             1  1  none  float64  tied frozen
-    3 -  1  1f1b             2  2  none  bf16     tied clipped
-    1 2  2  1f1b             2  1  full  bf16     tied
-    2 2  2  1f1b             2  2  full  float64  clipped
-    3 -  2  1f1b             1  1  none  float64  frozen clipped
-    1 -  2  interleaved-1f1b 1  2  full  float64  tied clipped
-    2 -  2  interleaved-1f1b 2  1  none  float64  tied frozen
-    3 2  2  interleaved-1f1b 1  1  full  bf16     frozen
-    1 -  2  zb-h2            1  1  none  float64  tied frozen
-    2 2  2  zb-h2            2  2  full  bf16
-    3 -  2  zb-h2            1  1  none  float64  tied clipped
-    1 2  2  zb-v             2  2  none  bf16     frozen
-    2 -  2  zb-v             1  1  full  bf16     tied clipped
-    3 2  2  zb-v             1  1  full  float64  tied frozen
+    # zero, dp_shard (- is all of dp = 4), pp, schedule, tp, ep, cp = 2, recompute, precision, and what else
+    1 -  1  1f1b             1  1  -        full  float64  clipped
+    2 2  1  1f1b             1  1  ring     none  float64  tied frozen
+    3 -  1  1f1b             2  2  gathered none  bf16     tied clipped
+    1 2  2  1f1b             2  1  -        full  bf16     tied
+    2 2  2  1f1b             2  2  ring     full  float64  clipped
+    3 -  2  1f1b             1  1  gathered none  float64  frozen clipped
+    1 -  2  interleaved-1f1b 1  2  ring     full  float64  tied clipped
+    2 -  2  interleaved-1f1b 2  1  gathered none  float64  tied frozen
+    3 2  2  interleaved-1f1b 1  1  -        full  bf16     frozen
+    1 -  2  zb-h2            1  1  gathered none  float64  tied frozen
+    2 2  2  zb-h2            2  2  -        full  bf16
+    3 -  2  zb-h2            1  1  ring     none  float64  tied clipped
+    1 2  2  zb-v             2  2  -        none  bf16     frozen
+    2 -  2  zb-v             1  1  ring     full  bf16     tied clipped
+    3 2  2  zb-v             1  1  gathered full  float64  tied frozen
 """
 """Cells that have between them all pairs of settings. With tp ranks share the sequence, with ep it is cut."""
 
@@ -37,6 +37,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS),
     "tp": (1, 2),
     "ep": (1, 2),
+    "cp_kind": ("", "ring", "gathered"),
     "recompute": ("none", "full"),
     "precision": ("float64", "bf16"),
     "tied": (False, True),
@@ -50,7 +51,7 @@ FAST = ("1 - 1 1f1b", "2 2 1 1f1b", "3 - 2 1f1b 1")
 
 def read(row: str) -> ZeroCell:
     """A cell of its row."""
-    zero, dp_shard, pp, schedule, tp, ep, recompute, precision, *more = row.split()
+    zero, dp_shard, pp, schedule, tp, ep, cp_kind, recompute, precision, *more = row.split()
     return ZeroCell(
         zero=int(zero),  # type: ignore[arg-type]
         dp_shard=None if dp_shard == "-" else int(dp_shard),
@@ -58,6 +59,7 @@ def read(row: str) -> ZeroCell:
         schedule=schedule,
         tp=int(tp),
         ep=int(ep),
+        cp_kind="" if cp_kind == "-" else cp_kind,  # type: ignore[arg-type]
         recompute=recompute,
         precision=precision,  # type: ignore[arg-type]
         **dict.fromkeys(more, True),  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ Trained = dict[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class ZeroCell:
     """How a model is trained. `pp` is 1 or 2, with what `schedule` needs of stages; 2 tensor-parallel ranks
-    also share the sequence, and 2 expert-parallel ones work in two chunks."""
+    also share the sequence, and 2 expert-parallel ones work in two chunks. A kind of cp has 2 ranks."""
 
     zero: Literal[0, 1, 2, 3]
     dp_shard: int | None = None
@@ -47,6 +47,7 @@ class ZeroCell:
     schedule: str = "1f1b"
     tp: int = 1
     ep: int = 1
+    cp_kind: Literal["", "ring", "gathered"] = ""
     recompute: str = "none"
     tied: bool = False
     frozen: bool = False
@@ -65,6 +66,7 @@ class ZeroCell:
             tp=self.tp,
             sequence_parallel=self.tp > 1,
             ep=self.ep,
+            **({"cp": 2, "cp_kind": self.cp_kind} if self.cp_kind else {}),
             ampipe_degree=2 if self.ep > 1 else 1,
             microbatches=MICROBATCHES,
             schedule=self.schedule,

@@ -178,7 +178,9 @@ class Placer:
     def _placed(self, op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Placement, ...]:
         if op.target in STARTS:
             source = op.args[0].name
-            return tuple(self._started(op, kept, specs) for kept in self._pieces(source))
+            pieces = self._pieces(source)
+            shapes = self._shapes.get(source, (op.made.shape,))
+            return tuple(self._started(op, *one, specs) for one in zip(pieces, shapes, strict=True))
         if op.target == WAIT:
             return self._pieces(op.args[0].name)
         if op.target in (SIDE_BY_SIDE, IN_DTYPE):
@@ -218,7 +220,10 @@ class Placer:
         """Of a flat tensor, those of what is side by side in it."""
         return self._tuples.get(name) or (self.of(name),)
 
-    def _started(self, op: Op, kept: Placement, specs: Mapping[str, TensorSpec]) -> Placement:
+    def _started(
+        self, op: Op, kept: Placement, shape: Sequence[int], specs: Mapping[str, TensorSpec]
+    ) -> Placement:
+        """shape: what it is placed in, of what is side by side its own."""
         source, kind = op.args[0].name, op.kind
         assert kind is not None
         if op.args[-2] != self._axis:
@@ -235,8 +240,10 @@ class Placer:
             return EQUAL
         if kept.kind == "equal":
             raise EqualReducedError(source)
-        part_of = Placement("part", tuple((d, 1) for d in range(len(op.made.shape))))
-        return all_cuts(part_of, op.made) if kind.splits else EQUAL
+        if not kind.splits:
+            return EQUAL
+        part_of = Placement("part", tuple((d, 1) for d in range(len(shape))))
+        return part_of if source in self._shapes else all_cuts(part_of, op.made)
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
