@@ -210,7 +210,7 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
         if item.kind is ItemKind.OP:
             reads = ops[item.part, str(item.ref)].uses
             writes = ops[item.part, str(item.ref)].writes
-            for name in dict.fromkeys((*reads, *([writes] if writes else []))):
+            for name in dict.fromkeys((*reads, *writes)):
                 adding = adds.get(name, set())
                 needs[at] |= {n for (part, v), n in made.items() if (window.parts[part][0], v) in adding}
                 needs[at] |= touched[name] if name in adds else set()

@@ -49,7 +49,7 @@ def odd_plan() -> Plan:
         (TensorSpec((4,), "float32"),),
         "grad/w0",
     )
-    wait = Op("tp.0.0.sum", "comm.wait", (Ref("tp.0.0"),), (), start.outputs, "grad/w0", writes="grad/w0")
+    wait = Op("tp.0.0.sum", "comm.wait", (Ref("tp.0.0"),), (), start.outputs, "grad/w0", writes=("grad/w0",))
     sums = start, wait, *stage.ops[Phase.REDUCE_GRAD]
     ops = {**stage.ops, Phase.F: (*stage.ops[Phase.F], ODD_OP), Phase.REDUCE_GRAD: sums}
     job = replace(
@@ -61,6 +61,8 @@ def odd_plan() -> Plan:
         max_live=4,
         axes=(("dp", 3), ("tp", 2)),
         zero=3,
+        updates=True,
+        clip_norm=0.5,
         parameters=(
             replace(plan.job.parameters[0], shards=(Shard("tp", 1, 3),), kept=("dp",)),
             replace(plan.job.parameters[1], partial=("tp",)),

@@ -53,6 +53,7 @@ class ZeroCell:
     frozen: bool = False
     clipped: bool = False
     precision: Literal["float64", "bf16"] = "float64"
+    updates: bool = False
 
     @property
     def parallel(self) -> Parallel:
@@ -62,6 +63,8 @@ class ZeroCell:
             pp=self.pp,
             dp=DP,
             zero=self.zero,
+            updates=self.updates,
+            clip_norm=MOST_NORM if self.updates and self.clipped else None,
             dp_shard=self.dp_shard,
             tp=self.tp,
             sequence_parallel=self.tp > 1,
@@ -135,6 +138,10 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
     """By a plan. What several ranks keep is the same on each, bit by bit, and all rows are kept somewhere."""
 
     def work(runner: Runner) -> tuple[Mapping[str, int], Trained]:
+        if runner.optimizer is not None:
+            for step in range(STEPS):
+                runner.step(batch(step))
+            return runner.coordinates, {name: p.detach().clone() for name, p in runner.named_parameters()}
         clip = GradientClip(runner, MOST_NORM)
         optimizer = optimizer_of(runner.parameters())
         for step in range(STEPS):
@@ -145,7 +152,8 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
             optimizer.step()
         return runner.coordinates, {name: p.detach().clone() for name, p in runner.named_parameters()}
 
-    results = run_threads(plan, lambda _: cell.model(), work)
+    make = optimizer_of if cell.updates else None
+    results = run_threads(plan, lambda _: cell.model(), work, optimizer=make)
     known = {p.name: p for p in plan.job.parameters}
     full: Trained = {}
     for name, parameter in cell.model().named_parameters():

@@ -161,7 +161,7 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, microbatches=2))
 
     def work(runner: stretto.Runner) -> dict[str, torch.Tensor]:
-        optimizer = make_optimizer(runner, settings.optimizer)
+        optimizer = make_optimizer([*runner.parameters()], settings.optimizer)
         assert stretto.load(made, runner, optimizer) is None
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
         return runner.state_dict()

@@ -211,6 +211,30 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_spoils_the_weights(fol
         train(path, "optimizer.lr=1e30", "optimizer.grad_clip_norm=0")
 
 
+def test_updates_that_are_part_of_the_step_train_alike(folder: Path) -> None:
+    """Without clipping bit for bit; a run goes on from a checkpoint, and one that goes wrong says so."""
+    layout = "microbatches = 2\nupdates = true"
+    losses = {}
+    for run, how in (("apart", ""), ("within", layout)):
+        path = write_settings(folder, steps=6, every=3, run=run, layout=how)
+        for clip in ("0", "0.05"):
+            trainer = train(
+                path, f"optimizer.grad_clip_norm={clip}", f"name={run}", "checkpoint.resume=never"
+            )
+            assert trainer.runner.plan.job.updates is bool(how)
+            lines = steps_of(trainer.settings.run_dir)
+            losses[run, clip] = [(line["loss"], line["grad_norm"]) for line in lines.values()]
+    assert losses["within", "0"] == losses["apart", "0"]
+    for one, other in zip(losses["within", "0.05"], losses["apart", "0.05"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    with pytest.raises(RunError, match=r"step \d+: the loss is .* parameters were updated by it"):
+        train(
+            write_settings(folder, steps=40, every=0, run="wilder", layout=layout),
+            "optimizer.lr=1e30",
+            "optimizer.grad_clip_norm=0",
+        )
+
+
 def test_bf16_computes_in_bfloat16_and_keeps_its_weights_in_float32(folder: Path) -> None:
     trainer = train(write_settings(folder, steps=8, run="bf16"), "precision=bf16")
     assert trainer.runner.plan.job.param_dtype == "bfloat16"

@@ -116,7 +116,7 @@ def sums(stage: int, name: str, value: str = "", lane: str = "", size: int = 0) 
             if op.name == name:
                 op = reading(op, value or op.uses[0], lane, size)
             elif op.uses == (name,) and value:
-                op = replace(op, alias=value, writes=value)
+                op = replace(op, alias=value, writes=(value,))
             found.append(op)
         return found
 

@@ -441,7 +441,7 @@ def once_a_step(data: Data, chance: Random) -> str:
         if extra(op).get("alias") == old and chance.random() < 0.7:
             extra(op)["alias"] = new
     elif how == "writes":
-        extra(op)["writes"] = chance.choice(state)
+        extra(op)["writes"] = [chance.choice(state)]
     elif how == "alias":
         extra(op)["alias"] = chance.choice(names)
     elif how == "number":

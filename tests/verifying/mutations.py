@@ -344,7 +344,7 @@ def once_changed(*changes: Callable[[Op, Plan, Random], Op | None]) -> Mutation:
         stages = list(plan.job.stages)
         stages[stage.index] = Stage(stage.index, {**stage.ops, Phase.REDUCE_GRAD: program})
         path = f"job.stages[{stage.index}].ops.{Phase.REDUCE_GRAD}[{program.index(new)}]"
-        names = (op.name, path, *(name for name in (*op.uses, *new.uses, op.writes, new.writes) if name))
+        names = (op.name, path, *op.uses, *new.uses, *op.writes, *new.writes)
         leads, tails = around_starts(stage.ops[Phase.REDUCE_GRAD])
         for start, lead in leads.items():
             if op in (*lead, *tails[start]):
@@ -377,9 +377,9 @@ def reads_another(op: Op, plan: Plan, chance: Random) -> Op | None:
 
 
 def writes_another(op: Op, plan: Plan, chance: Random) -> Op | None:
-    if op.writes is None or not op.writes.startswith("grad/"):
+    if not op.writes or not op.writes[0].startswith("grad/"):
         return None
-    return replace(op, writes=chance.choice([another_gradient(plan, chance, op.writes), None]))
+    return replace(op, writes=chance.choice([(another_gradient(plan, chance, op.writes[0]),), ()]))
 
 
 def other_lane(op: Op, plan: Plan, chance: Random) -> Op | None:

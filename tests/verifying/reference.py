@@ -195,14 +195,16 @@ class _World(Machine):
             result = self.made(op, [self.place(rank, name) for name in op.uses])
         rank.once[op.name] = result
         if op.target == FREE:
-            rank.step.pop(str(op.writes), None)
-        elif op.writes is not None:
+            for name in op.writes:
+                rank.step.pop(name, None)
+            return
+        for name in op.writes:
             assert isinstance(result, Place)
-            if op.writes in rank.step:
-                rank.step[op.writes].read()
-            if result.elements != [self.elements[op.writes]]:
-                raise WrongPlanError(f"{op.name} is not of the size of {op.writes}")
-            rank.step[op.writes] = result
+            if name in rank.step:
+                rank.step[name].read()
+            if result.elements != [self.elements[name]]:
+                raise WrongPlanError(f"{op.name} is not of the size of {name}")
+            rank.step[name] = result
 
     def sum(self, rank: Rank, op: Op) -> Pending:
         source = self.place(rank, op.uses[0])

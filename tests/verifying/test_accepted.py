@@ -82,7 +82,7 @@ def test_evaluations_are_accepted(axes: tuple[tuple[str, int], ...]) -> None:
         (job.parameters[-1].spec,),
         "grad/n0",
     )
-    wait = Op("more.sum", "comm.wait", (Ref("more"),), (), start.outputs, "grad/n0", writes="grad/n0")
+    wait = Op("more.sum", "comm.wait", (Ref("more"),), (), start.outputs, "grad/n0", writes=("grad/n0",))
     stage = plan.job.stages[0]
     ops = {**stage.ops, Phase.REDUCE_GRAD: (*stage.ops[Phase.REDUCE_GRAD], start, wait)}
     more = replace(plan, job=replace(plan.job, stages=(Stage(0, ops), *plan.job.stages[1:])))

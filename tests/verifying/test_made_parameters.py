@@ -77,7 +77,7 @@ def test_a_scatter_before_the_last_addition_is_refused() -> None:
 def test_what_is_freed_before_its_last_use_is_refused(early: bool) -> None:
     """Freed as soon as it is made, and after the last window of a rank, which is right."""
     given = plan()
-    making = next(op for op in given.once(0, BEFORE) if op.writes is not None)
+    making = next(op for op in given.once(0, BEFORE) if op.writes)
     free = Op("pp.freed", FREE, (), writes=making.writes)
     first = given.job.stages[0]
     phase = BEFORE if early else AFTER
@@ -92,15 +92,15 @@ def test_what_is_freed_before_its_last_use_is_refused(early: bool) -> None:
     items.insert(at, Item(ItemKind.OP, part, free.name))
     window = replace(window, items=tuple(items))
     said = faults(replace(given, job=job, windows={**given.windows, name: window}))
-    assert (f"reads {making.writes}" in said) == early
+    assert (f"reads {making.writes[0]}" in said) == early
 
 
 def test_a_parameter_that_no_op_makes_is_refused() -> None:
     """The rows of another are read in its place."""
     given = plan()
     gathers = list(given.once(0, BEFORE))
-    at, op = next((k, op) for k, op in enumerate(gathers) if op.writes is not None)
-    gathers[at] = replace(op, writes=None)
+    at, op = next((k, op) for k, op in enumerate(gathers) if op.writes)
+    gathers[at] = replace(op, writes=())
     first = given.job.stages[0]
     job = replace(given.job, stages=(Stage(0, {**first.ops, BEFORE: tuple(gathers)}), *given.job.stages[1:]))
-    assert f"reads {op.writes}, which no op makes" in faults(replace(given, job=job))
+    assert f"reads {op.writes[0]}, which no op makes" in faults(replace(given, job=job))

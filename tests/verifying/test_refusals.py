@@ -57,14 +57,14 @@ AGAIN = f"{LAST}again; again.sum; "
 FLAT = Ref("grad/n0"), Ref("grad/w0.0")
 """What the bucket of the grid has."""
 WITHOUT = (once(0, lambda ops: [op for op in ops if op.name not in ("tp.0.0", "tp.0.0.sum")]),)
-FREED = Op("freed", FREE, (), writes="grad/w0.1")
+FREED = Op("freed", FREE, (), writes=("grad/w0.1",))
 
 
 def summed_again(lane: str, size: int) -> tuple[Op, Op]:
     """A gradient of the grid that is summed over dp, as it has to be."""
     value, outputs = "grad/w0.1", (TensorSpec((512, 256), "float32"),)
     start = Op("again", "comm.all_reduce", (Ref(value), "sum", lane, size), (), outputs, value)
-    return start, Op("again.sum", "comm.wait", (Ref("again"),), (), outputs, value, writes=value)
+    return start, Op("again.sum", "comm.wait", (Ref("again"),), (), outputs, value, writes=(value,))
 
 
 SLICE = TensorSpec((256, 512), "float32")
@@ -174,7 +174,7 @@ GRID: list[Row] = [
     (op(0, "dp.0.0.sum", args=(Ref("dp.0.9"),)), "job.stages[0].ops.REDUCE_GRAD[7]", "there is no 'dp.0.9'"),
     (op(0, "dp.0.0.sum", args=(Ref("fg0.0"),)), "job.stages[0].ops.REDUCE_GRAD[7]", "there is no 'fg0.0'"),
     (sums(0, "dp.0.0", "grad/w0.9"), "job.stages[0].ops.REDUCE_GRAD[3]", "there is no 'grad/w0.9' before"),
-    (op(0, "dp.0.0.sum", writes="grad/w0.9"), "job.stages[0].ops.REDUCE_GRAD[7]", "'grad/w0.9' to write"),
+    (op(0, "dp.0.0.sum", writes=("grad/w0.9",)), "job.stages[0].ops.REDUCE_GRAD[7]", "'grad/w0.9' to write"),
     (
         sums(0, "dp.0.0", lane="loss", size=6),
         "rank 0, dp.0.0",
@@ -194,9 +194,9 @@ GRID: list[Row] = [
     ),
     (op(0, "dp.0.1.parts", args=(Ref("dp.0.1.sum"), (131072, 512), 1)), "dp.0.1.parts", "the plan says"),
     (op(0, "dp.0.1.1", args=(Ref("dp.0.1.parts"), 0)), "dp.0.1.1", "takes part 0 of"),
-    (op(0, "dp.0.1.0.grad", writes="grad/w0.0"), "rank 0, grad/n0", "never summed over dp"),
-    (op(0, "dp.0.1.0.grad", writes=None), "grad/n0", "never summed over dp"),
-    (op(0, "dp.0.1.1.grad", writes="grad/w0.1"), "rank 0, grad/w0.1", "made of grad/w0.0 at the end"),
+    (op(0, "dp.0.1.0.grad", writes=("grad/w0.0",)), "rank 0, grad/n0", "never summed over dp"),
+    (op(0, "dp.0.1.0.grad", writes=()), "grad/n0", "never summed over dp"),
+    (op(0, "dp.0.1.1.grad", writes=("grad/w0.1",)), "rank 0, grad/w0.1", "made of grad/w0.0 at the end"),
     (schedule(stage_ranks=(1, 1)), "what stage 1 does once a step", "is not the first"),
     (
         both(window("0W last", "#1 tp.0.0; ", ""), window(END, "tp.0.0.sum; ", "")),

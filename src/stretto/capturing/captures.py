@@ -106,6 +106,8 @@ class Captures:
             pp=parallel.pp,
             axes=parallel.axes,
             zero=parallel.zero,
+            updates=parallel.updates,
+            clip_norm=parallel.clip_norm,
             parameters=tuple(replace(p, kept=kept_over(p, parallel.kept_axes)) for p in job.parameters),
             overlap=parallel.overlap,
             recompute=parallel.recompute,

@@ -177,7 +177,8 @@ def _compare(
     tp_plan: Mapping[str, Any] | None,
     tolerance: float | None,
 ) -> Check:
-    """Steps 1 to 4."""
+    """Steps 1 to 4. Gradients are compared, so no optimizer takes them."""
+    parallel = parallel.model_copy(update={"updates": False, "clip_norm": None})
     if isinstance(parallel.recompute, int):
         # A limit is meant for the real batch; what it may lead to at the most is this.
         parallel = parallel.model_copy(update={"recompute": "full"})

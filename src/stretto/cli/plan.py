@@ -108,7 +108,7 @@ def make(
         model = of.model()
     device = None if isinstance(cluster, str) else device_of(cluster)
     job = stretto.capture(
-        *(model, of.train(0, settings.training.global_batch), of.loss, settings.parallel),
+        *(model, of.train(0, settings.training.global_batch), of.loss, settings.layout),
         precision=settings.precision,
         device=device,
     )

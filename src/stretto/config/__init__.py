@@ -203,6 +203,12 @@ class TrainSettings(Settings):
         """The checkpoints' folder: `checkpoint.dir`, or `checkpoints` in the run's folder."""
         return Path(self.checkpoint.dir) if self.checkpoint.dir is not None else self.run_dir / "checkpoints"
 
+    @property
+    def layout(self) -> ParallelSettings:
+        """`parallel`, with what its updates take from `optimizer`."""
+        clipped = {"clip_norm": self.optimizer.grad_clip_norm} if self.parallel.updates else {}
+        return self.parallel.model_copy(update=clipped)
+
     @model_validator(mode="after")
     def _parts_fit(self) -> TrainSettings:
         if faults := _faults_between_parts(self):
@@ -242,6 +248,11 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             model.pretrained is not None and settings.data.vocab_size != own,
             f"data.vocab_size = {settings.data.vocab_size} is of a tokenizer that is learned, and "
             f"model.pretrained = {model.pretrained!r} brings its own: drop it",
+        ),
+        (
+            parallel.clip_norm is not None,
+            f"parallel.clip_norm = {parallel.clip_norm} is optimizer.grad_clip_norm in the settings of a "
+            "run: give that",
         ),
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),

@@ -41,8 +41,14 @@ class ParallelSettings(Settings):
     the optimizer's state and the parameters that it changes, with 2 also gradients, with 3 also what the
     model computes with; "auto" is the fastest of them that fits a rank's memory."""
     dp_shard: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Data-parallel ranks, neighbours, among which `zero` deals out the parts; between such groups there are
+    """Neighbouring data-parallel ranks among which `zero` deals out parts; between such groups there are
     copies. It divides `dp`, and `ep` divides it; without it, all of `dp`."""
+    updates: bool = False
+    """Whether the optimizer's updates are part of the step. Each bucket of gradients then goes with an op
+    that updates its parameters (`Runner(plan, model, optimizer=...)`); else you call `optimizer.step()`
+    (`docs/zero.md`)."""
+    clip_norm: float | None = Field(default=None, ge=0)
+    """The norm to which `updates` clip all gradients, and for which they wait; 0 measures it alone."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
@@ -84,7 +90,7 @@ class ParallelSettings(Settings):
     under attention; "gathered" at once, before it; or, with "ulysses", all tokens of fewer heads. "auto" is
     a ring where a step computes more than 1,000 flops for each byte of its message, else "gathered"."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
-    """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
+    """Slices of a copy's batch that go through the pipeline one by one."""
     schedule: Annotated[str, Field(min_length=1)] | InstanceOf[Schedule] = "eager-1f1b"
     """A family of schedules, the path of a .csv in PyTorch's format (in code also a Schedule), or "auto" for
     the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
@@ -184,6 +190,11 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f'dp_shard = {each} is about the parts that zero makes; give zero = 1, 2, 3 or "auto", or '
                 "drop it"
+            )
+        if self.clip_norm is not None and not self.updates:
+            raise ValueError(
+                f"clip_norm = {self.clip_norm} is about updates that are part of the step; give updates = "
+                "True, or drop it, and clip with stretto.train.clip.GradientClip"
             )
         if self.dp % each or each % self.ep:
             fitting = [n for n in range(1, self.dp + 1) if self.dp % n == 0 == n % self.ep]

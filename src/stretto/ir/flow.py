@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from stretto.ir.action import Phase
 from stretto.ir.kept import added_spec, shard_spec
-from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS, Job, Op, Stage, TensorSpec
+from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS, STEP_NORM, Job, Op, Stage, TensorSpec
+from stretto.ir.updates import norm_spec
 
-OVER_STEP = (GRAD, STEP_LOSS)
+OVER_STEP = (GRAD, STEP_LOSS, STEP_NORM)
 """Prefixes of what a step makes and its programs read and write; parameters that are made are besides."""
 
 EXTERNAL = (PARAM, SHARD, "buffer/", "batch/", "const/", *OVER_STEP)
@@ -30,7 +31,7 @@ def given_specs(job: Job) -> dict[str, TensorSpec]:
     result |= {f"batch/{name}": spec for name, spec in job.batch}
     trained = {p.tied_to for p in job.parameters if p.grads}
     result |= {GRAD + p.name: added_spec(job, p) for p in job.parameters if p.tied_to in trained}
-    return result | {"tangent": job.loss_spec, STEP_LOSS: job.loss_spec}
+    return result | {"tangent": job.loss_spec, STEP_LOSS: job.loss_spec, STEP_NORM: norm_spec(job)}
 
 
 def made_parameters(job: Job) -> frozenset[str]:

@@ -58,7 +58,8 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.prices import signature
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec, refs
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, TensorSpec, refs
+from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
 
 KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
@@ -82,6 +83,8 @@ IN_DTYPE = "stretto_copies.in_dtype.default"
 """Copies of tensors of any placement, of which each keeps its own."""
 
 SLICE = "aten.slice.Tensor"
+ELEMENTWISE = "aten.maximum.default"
+"""As an update is placed: a function of two elements that is not linear."""
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
 SPLITS = frozenset(
     f"aten.{name}" for name in ("split.Tensor", "split_with_sizes.default", "split_with_sizes_copy.default")
@@ -150,8 +153,17 @@ class Placer:
         return self.values.get(name, EQUAL)
 
     def place(self, op: Op, specs: Mapping[str, TensorSpec]) -> None:
-        """Find the placement of what an op makes. specs: of the values that it reads. Raises
+        """Find the placement of what an op makes, or updates. specs: of the values that it reads. Raises
         PlacementError."""
+        if op.target == UPDATE:
+            by = clipped_by(op)
+            if by is not None and not self.of(by[0].name).is_full:
+                raise NeedsEqualError([by[0].name])
+            for gradient, names in updated(op):
+                for name in names:
+                    each = Op(name, ELEMENTWISE, (Ref(gradient), Ref(name)), (), (specs[name],))
+                    self.values[name] = self._placed(each, specs)[0]
+            return
         result = self._placed(op, specs)
         if len(result) > 1:
             self._tuples[op.name] = result
@@ -201,6 +213,8 @@ class Placer:
             return (self.of(source) if several is None else several[int(op.args[1])],)
         if op.target in FILLS:
             return (self._filled(op),)
+        if op.target == SQUARES:
+            return (self._squared(op),)
         names = operands(op)
         given = tuple(self.of(name) for name in names)
         if not op.target.startswith(KNOWN_OPS):
@@ -257,6 +271,16 @@ class Placer:
         if kept.kind not in ("part", "local", "equal") and not kept.zero:
             raise RefusedError(f"{source} is {kept} and is gathered from all ranks")
         return EQUAL
+
+    def _squared(self, op: Op) -> Placement:
+        """A sum over all elements: of full tensors, or of the parts that ranks have."""
+        given = {name: self.of(name) for name in op.uses}
+        if sums := [name for name, kept in given.items() if kept.kind == "sum"]:
+            raise NeedsEqualError(sums)
+        full = [name for name, kept in given.items() if kept.kind == "equal"]
+        if full and len(full) < len(given):
+            raise RefusedError(f"ranks have parts of others than {full[0]}")
+        return EQUAL if full else SUM
 
     def _chunk(self, op: Op) -> Placement:
         source = op.args[0].name

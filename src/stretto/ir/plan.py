@@ -33,7 +33,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 21
+VERSION = 22
 """Of the plan file; files of other versions are refused."""
 
 
@@ -142,8 +142,8 @@ class Instruction:
         )
 
 
-LOSS = "loss"
-"""The communicator of the step's loss."""
+LOSS, NORM = "loss", "norm"
+"""The communicators of the step's loss, and of pipeline ranks' parts of the norm of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Communicator:
     """A lane, and a process group for each set of ranks that use it together.
 
     `name` is free of any process: `pp 0>1` carries rank 0's messages to rank 1, `loss` the step's loss,
-    `tied <name>` a tied gradient, `tp` the collectives of that axis.
+    `norm` that of gradients, `tied <name>` a tied gradient, `tp` the collectives of that axis.
     ranks: coordinates of the members on the first of `axes`; on the other axes all are members, and on axes
         that are not named members share theirs (`Mesh.group`).
     """

@@ -15,6 +15,7 @@ from stretto.ir.collectives import Collective
 from stretto.ir.costs import Costs
 from stretto.ir.flow import given_specs
 from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.updates import UPDATE, update_bytes
 
 Specs = Mapping[str, TensorSpec]
 """Value name -> spec, for values that are one tensor."""
@@ -114,8 +115,7 @@ def price_list(
                     continue
                 if id(op) not in seen:
                     seen[id(op)] = op, pricer.price(op, specs)
-                if op.writes is not None and op.spec is not None:
-                    specs[op.writes] = op.spec
+                specs.update(op.written)
                 alone.append(seen[id(op)][1])
             times = pricer.run_us(ops, [priced.us for priced in alone])
             for op, priced, us in zip(ops, alone, times, strict=True):
@@ -159,5 +159,7 @@ def made_bytes(op: Op) -> int:
 
 
 def traffic_bytes(op: Op, specs: Specs) -> int:
-    """Bytes that an op reads and writes, each value once."""
+    """Bytes that an op reads and writes, each value once; of an update what it changes twice."""
+    if op.target == UPDATE:
+        return update_bytes(op, specs)
     return made_bytes(op) + sum(specs[name].nbytes for name in op.uses if name in specs)

@@ -8,6 +8,7 @@ value in every stage. Names of things that no op defines carry a prefix:
                      parameter, or another dtype (`Parameter.is_made`)
     grad/<name>      the gradient of a parameter, as this rank has it so far; of tied ones each has its own
     step/loss        this rank's share of the step's loss; zero where it makes none
+    step/norm        the norm of all gradients, where they are clipped
     buffer/<name>    a buffer of the model, as it is when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
@@ -27,6 +28,7 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     axis.index(axis, size)                               this rank's coordinate, a 0-d int64 tensor
     axis.chunk(x, dim, axis, size)                       this rank's part of x along a dim, a view
     state.free()                                         what it `writes` is there no longer
+    state.update(...), state.squares(...)                an optimizer's step (`stretto.ir.updates`)
 
 Some programs run once a step (`stretto.ir.action.ONCE_PHASES`): UNSHARD, which makes what ops read of
 parameters, and REDUCE_GRAD, which reduces gradients. Their ops read what lives over the step (`param/`,
@@ -93,7 +95,7 @@ CHUNK = "axis.chunk"
 PARAM = "param/"
 SHARD = "shard/"
 GRAD = "grad/"
-STEP_LOSS = "step/loss"
+STEP_LOSS, STEP_NORM = "step/loss", "step/norm"
 
 VIEW = "aten.view.default"
 VIEWS = (VIEW, "aten._unsafe_view.default")
@@ -128,7 +130,8 @@ class Op:
     flops: floating-point operations, 0 for ops that only move memory.
     module: the module whose code made the op; for users, and for splitting.
     writes: what the op changes besides (`grad/a`), of all that lives over the step: it becomes the op's
-        result. A collective that has an `alias` works in place, on the memory of that.
+        result. An op that makes nothing may change several things, where they are. A collective that has an
+        `alias` works in place, on the memory of that.
     """
 
     name: str
@@ -141,7 +144,7 @@ class Op:
     flops: Flops = 0
     module: str = ""
     repeats: str = ""
-    writes: str | None = None
+    writes: tuple[str, ...] = ()
     _uses: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -191,6 +194,13 @@ class Op:
     def spec(self) -> TensorSpec | None:
         """Of a result that is one tensor."""
         return self.outputs[0] if len(self.outputs) == 1 else None
+
+    @property
+    def written(self) -> Iterator[tuple[str, TensorSpec]]:
+        """What becomes the op's result, with the shape that it has then."""
+        for name, spec in zip(self.writes, self.outputs, strict=False):
+            if spec is not None:
+                yield name, spec
 
     @property
     def made(self) -> TensorSpec:
@@ -295,6 +305,8 @@ class Job:
     optimizer: whose state counts in a rank's memory.
     zero: how long what is gathered or not yet scattered of `Parameter.kept` may stay; 0 where nothing is
         kept in parts.
+    updates, clip_norm: whether the optimizer's step is part of it, and the largest norm of gradients that
+        it leaves as it is (`stretto.ir.updates`).
     axes: (axis, size) of the mesh's axes other than pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -329,6 +341,8 @@ class Job:
     read: tuple[tuple[tuple[str, ...], str], ...] = ()
     optimizer: OptimizerKind = "adamw"
     zero: Zero = field(default=0, metadata=WHERE_SET)
+    updates: bool = field(default=False, metadata=WHERE_SET)
+    clip_norm: float | None = field(default=None, metadata=WHERE_SET)
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 

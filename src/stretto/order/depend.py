@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,7 +30,7 @@ from stretto.ir.action import AFTER, ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
-from stretto.ir.program import WAIT, Job, Op
+from stretto.ir.program import PARAM, WAIT, Job, Op
 from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 from stretto.ir.transfers import axis_time, message_us, time_of
 from stretto.schedule.windows import adding_items
@@ -203,14 +203,14 @@ class _GraphMaker:
                 changes[at].append(name)
         ops = [self.ops[i.part][str(i.ref)] if i.kind is ItemKind.OP else None for i in self.window.items]
         for at, op in enumerate(ops):
-            if op is not None and op.writes is not None:
-                changes[at].append(op.writes)
+            if op is not None and op.writes:
+                changes[at] += op.writes
         changed = {name for names in changes.values() for name in names}
         needs: dict[int, set[int]] = defaultdict(set)
         last: dict[str, int] = {}
         readers: dict[str, set[int]] = defaultdict(set)
         for at, op in enumerate(ops):
-            for name in changed.intersection(op.uses) if op is not None else ():
+            for name in changed.intersection(self._read(at, op)) if op is not None else ():
                 readers[name].add(at)
                 needs[at].update([last[name]] if name in last else [])
             for name in changes.get(at, ()):
@@ -218,6 +218,13 @@ class _GraphMaker:
                 last[name] = at
             needs[at].discard(at)
         return needs
+
+    def _read(self, at: int, op: Op) -> Iterator[str]:
+        """What an item's op reads; in place of a view of a parameter, the parameter."""
+        known = self.ops[self.window.items[at].part]
+        for name in op.uses:
+            root = known[name].alias if name in known else None
+            yield root if root is not None and root.startswith(PARAM) else name
 
     def _forward_first(self, needs: list[set[int]]) -> None:
         """Step 2: what F ends with comes before what the backward of its microbatch begins with."""

@@ -57,7 +57,7 @@ def in_buckets(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[Seque
             first, total = at, 0
 
 
-def viewed(name: str, source: str, spec: TensorSpec, alias: str, writes: str | None = None) -> Op:
+def viewed(name: str, source: str, spec: TensorSpec, alias: str, writes: tuple[str, ...] = ()) -> Op:
     """The source in another shape."""
     return Op(name, VIEW, (Ref(source), spec.shape), (), (spec,), alias, writes=writes)
 
@@ -101,7 +101,7 @@ def scattered(
     parts: int,
     sources: Sequence[str],
     given: Sequence[TensorSpec],
-    writes: Sequence[str | None],
+    writes: Sequence[tuple[str, ...]],
 ) -> Moved:
     """The sum of tensors over an axis, of which each rank gets its rows. parts: in how many the rows are to
     be cut, by this axis and others that follow; given: of the sources; writes: `Op.writes` of what becomes of

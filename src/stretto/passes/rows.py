@@ -35,7 +35,7 @@ def read_of(value: str) -> str | None:
 
 
 def in_dtype(
-    name: str, sources: Sequence[str], specs: Sequence[TensorSpec], writes: Sequence[str | None]
+    name: str, sources: Sequence[str], specs: Sequence[TensorSpec], writes: Sequence[tuple[str, ...]]
 ) -> list[Op]:
     """Copies of these with the dtype of the specs; values are what the last so many ops make."""
     dtype = (("dtype", Const("dtype", specs[0].dtype)),)
@@ -89,6 +89,6 @@ def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writ
             given = f"{given}.cut"
         for parameter in group:
             values.append(f"{name}{OF}{parameter.name}")
-            into = PARAM + parameter.name if writes else None
+            into = (PARAM + parameter.name,) if writes else ()
             ops.append(viewed(values[-1], given, parameter.spec, alias, into))
     return Moved([], ops, values)

@@ -161,7 +161,7 @@ class _Programs:
             parts = part_count(self.job, parameters[0])
             for axis in parameters[0].kept:
                 size, start = self.job.size(axis), f"{axis}.scatter.{stage}{phase}.{number}"
-                made = scattered(start, axis, size, parts, values, given, [None] * len(values))
+                made = scattered(start, axis, size, parts, values, given, [()] * len(values))
                 here += [*made.lead, *made.tail]
                 values, given, parts = made.values, made.specs, parts // size
             behind[max(ends[parameter.name] for parameter in parameters)] += here

@@ -252,11 +252,13 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
         behind.append({})
         for start, lead in of_rank.leads.items():
             reads = {name for op in lead for name in op.uses if name in adds}
+            if not start or not reads:  # of nothing that is added: it comes at the end
+                continue
             behind[rank][start] = {changed[name] for name in reads if name in changed}
             if not behind[rank][start]:
                 ends = (runs[made] for name in reads for made in adds[name] if made in runs)
                 early[start][rank] = max(ends, default=-1)
-            changed.update((op.writes, start) for op in of_rank.tails[start] if op.writes is not None)
+            changed.update((name, start) for op in of_rank.tails[start] for name in op.writes)
     losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):
@@ -312,7 +314,7 @@ def _gathers(once: _Once, job: Job, order: Sequence[Slot], program: Sequence[Op]
             ops = (op for phase in action.phase.programs for op in job.stages[action.stage].ops[phase])
             first.update((name, at) for op in ops for name in op.uses if name.startswith(PARAM))
     readers = {
-        start: min((first[op.writes] for op in tails.get(start, ()) if op.writes in first), default=None)
+        start: min((first[n] for op in tails.get(start, ()) for n in op.writes if n in first), default=None)
         for start in leads
     }
     hosts = sorted({0, *(at for at in readers.values() if at is not None)})

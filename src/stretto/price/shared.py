@@ -15,13 +15,16 @@ from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job, Stage
+from stretto.ir.program import FREE as FREES
 from stretto.ir.transfers import message_us, reduced_bytes
+from stretto.ir.updates import norm_spec, parts_over
 
 ACTION_US = 8.0
 """Time of a window's run besides its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
 
-FREE = (GETITEM, WAIT)
-"""Ops that take no time of their own: the tuple has paid, the communication has a lane of its own."""
+FREE = (GETITEM, WAIT, FREES)
+"""Ops that take no time of their own: the tuple has paid, the communication has a lane of its own, and to
+free is to forget."""
 
 
 def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
@@ -121,6 +124,10 @@ def _once_a_step(job: Job, stage: Stage) -> dict[tuple[str, str, str], list[int]
             continue
         kind = REDUCE_SCATTER if axis in parameter.kept else ALL_REDUCE
         result[axis, kind.name, parameter.grad_dtype].append(nbytes)
+    if job.clip_norm is not None:
+        norm = norm_spec(job)
+        for axis in sorted({axis for parameter in here for axis in parts_over(job, parameter)[0]}):
+            result[axis, ALL_REDUCE.name, norm.dtype].append(norm.nbytes)
     for axis in job.data_axes:
         if any(axis in parameter.kept for parameter in job.parameters):
             result[axis, ALL_REDUCE.name, job.loss_spec.dtype].append(job.loss_spec.nbytes)

@@ -31,6 +31,7 @@ from stretto.ir.flow import OVER_STEP, PHASES, is_external, made_parameters, res
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, FREE, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.ir.storage import partial_sums
+from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
@@ -273,6 +274,14 @@ class Writer:
         if op.target == FREE:
             self.line(f"hooks.free({op.writes!r})")
             return
+        if op.target == UPDATE:
+            gradients, by = tuple(gradient for gradient, _ in updated(op)), clipped_by(op)
+            norm = "" if by is None else f", {self.read(part, by[0].name)}, {by[1]!r}"
+            self.line(f"hooks.update({gradients!r}{norm})")
+            return
+        if op.target == SQUARES:
+            self.line(f"{self.name(part, op.name)} = hooks.squares({op.uses!r}, {op.args[1]})")
+            return
         for name in op.uses:
             self.read(part, name)
         if op.random:
@@ -348,7 +357,7 @@ class Writer:
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
         """Steps 4 and 5 for one op. may_own: False where another value may be in the result's storage."""
-        if (stage, op.name) in self.takers or op.target == FREE:
+        if (stage, op.name) in self.takers or not op.outputs:
             return  # a tuple is its parts
         value = self.name(part, op.name)
         uses = [use for sub in phase.programs for use in self.results.get((stage, sub), {}).get(op.name, ())]
@@ -363,9 +372,9 @@ class Writer:
                 self.line(f"hooks.add_loss(m{part}, {value})")
             elif kind == "metric":
                 self.line(f"hooks.add_metric({name}, {value})")
-        if op.writes is not None:
-            self.line(f"hooks.write({op.writes!r}, {value})")
-            self.names.pop((part, op.writes), None)
+        for name in op.writes:
+            self.line(f"hooks.write({name!r}, {value})")
+            self.names.pop((part, name), None)
         if self.later(stage, phase, op.name):
             self._keep(part, op.name)
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.runtime.part_gradient_adapter import PartGradient
+from stretto.runtime.rank_tensors import RankTensors
+
 
 class _Backward(torch.autograd.Function):
     """A function of the parameters whose backward gives gradients that are there already."""
@@ -36,3 +39,22 @@ def accumulate(parameters: Sequence[nn.Parameter], grads: list[torch.Tensor]) ->
         with torch.inference_mode(False), torch.enable_grad():
             built = _Backward.apply(grads, *parameters)  # type: ignore[no-untyped-call]
             built.backward(built.detach())
+
+
+def give(tensors: RankTensors, grads: dict[int, torch.Tensor]) -> list[nn.Parameter]:
+    """Add gradients, by the indices of their parameters in the job, to `.grad` of those that are still
+    trained, which are returned. Takes them out of `grads`."""
+    trained = [k for k in sorted(grads) if tensors.parameters[k].requires_grad]  # not frozen since
+    kept = [tensors.parameters[k] for k in trained]
+    accumulate(kept, [_of_part(tensors, k, grads.pop(k)) for k in trained])
+    for k, parameter in zip(trained, kept, strict=True):
+        if parameter.grad is not None:
+            parameter.grad = _of_part(tensors, k, parameter.grad)
+    return kept
+
+
+def _of_part(tensors: RankTensors, k: int, grad: torch.Tensor) -> torch.Tensor:
+    known = tensors.plan.job.parameters[k]
+    if known.kept and grad.shape != tensors.parameters[k].shape:
+        grad = tensors.rows_here(known, grad)
+    return grad.as_subclass(PartGradient) if known.tied_to in tensors.cut_along else grad

@@ -13,6 +13,7 @@ from torch import nn
 from stretto.ir.plan import Plan
 from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport
+from stretto.runtime.updates import MakeOptimizer
 
 T = TypeVar("T")
 
@@ -25,13 +26,14 @@ def run_threads(
     seed: int = 0,
     empty: bool = False,
     compile: Literal["inductor"] | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> list[T]:
     """Call `work(runner)` on one thread for each rank and return the results by rank.
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
     as no two ranks have the same parameter in full (tied across stages, or copied along dp or tp): each rank
     must then have its own copy. It is called for one rank at a time; threads share PyTorch's generator, so
-    seed that in it. seed, empty, compile: as for `Runner`.
+    seed that in it. seed, empty, compile, optimizer: as for `Runner`.
 
     Raises the first error of any rank; the other ranks are woken and end, as all do when the caller is
     interrupted.
@@ -49,7 +51,9 @@ def run_threads(
             torch.set_num_threads(processors)
             with making:
                 model = model_of(end.rank)
-            runner = Runner(plan, model, transport=end, seed=seed, empty=empty, compile=compile)
+            runner = Runner(
+                plan, model, transport=end, seed=seed, empty=empty, compile=compile, optimizer=optimizer
+            )
             return work(runner)
         except BaseException as error:
             errors.append(error)

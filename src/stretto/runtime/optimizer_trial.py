@@ -48,7 +48,7 @@ Tensors = list[torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a rank trains of a model. cut: dims along which it has a part. partial: whether the rank has a
-    part of any parameter, or lacks one. owner: dead when the Runner is."""
+    part of any parameter, lacks one, or updates some at a time. owner: dead when the Runner is."""
 
     name: str
     cut: tuple[int, ...]
@@ -70,7 +70,8 @@ def watch(kept: RankTensors) -> None:
     """From now on optimizers over the rank's tensors are known, and tried if these are a part of it all."""
     trained = {p.tied_to for p in kept.plan.job.parameters if p.grads}
     known = [(p, tensor) for p, tensor in kept.known_parameters() if p.tied_to in trained]
-    partial = len(known) < len(trained) or any(p.name in kept.cut_along for p, _ in known)
+    partial = kept.plan.job.updates or len(known) < len(trained)
+    partial |= any(p.name in kept.cut_along for p, _ in known)
     for p, tensor in known:
         _PIECES[tensor] = Piece(p.name, kept.cut_along.get(p.name, ()), partial, weakref.ref(kept))
     with _ADDING:
@@ -85,12 +86,13 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 
 @functools.cache
 def _guard_optimizers() -> None:
-    register_optimizer_step_pre_hook(_meet)
+    register_optimizer_step_pre_hook(meet)
     guard_torch_clip(lambda tensor: (piece := piece_of(tensor)) is not None and piece.partial)
 
 
-def _meet(optimizer: Optimizer, *_: Any) -> None:
-    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not have."""
+def meet(optimizer: Optimizer, *_: Any) -> None:
+    """An optimizer is to step, with all its parameters. Raises UsageError for one whose updates depend on
+    what this rank does not have."""
     if getattr(_HERE, "trying", False):
         return
     pieces = (piece_of(tensor) for group in optimizer.param_groups for tensor in group["params"])
@@ -128,10 +130,11 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
         two = [_full(tensor, ()), 3 * _full(tensor, ())]
         if off := _difference(optimizer, options, two, lambda kept: [[one] for one in kept]):
             raise UsageError(
-                f"{name} updates a parameter by what others are, and this rank has a part of the model's: "
+                f"{name} updates a parameter by what others are, and this rank has a part of the model's, or "
+                "updates some at a time (updates = true): "
                 f"tried on two tensors together and on each alone, its updates differ by {off:.0%}. Take an "
                 "optimizer that updates each parameter by itself (AdamW, SGD), or a layout in which each "
-                "rank has all parameters (dp; pp = tp = ep = 1, zero = 0)"
+                "rank has all parameters (dp; pp = tp = ep = 1, zero = 0), without updates in the plan"
             )
     except _UntriedError as why:
         warnings.warn(

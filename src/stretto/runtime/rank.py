@@ -18,7 +18,8 @@ from stretto.ir.collectives import KINDS
 from stretto.ir.kept import added_spec
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS
+from stretto.ir.program import GRAD, PARAM, SHARD, STEP_LOSS, STEP_NORM
+from stretto.ir.updates import norm_spec
 from stretto.runtime.compile import CompiledWriter, Compiler
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
@@ -65,6 +66,11 @@ class RankState:
         self.device = device
         self.seed = seed
         self.steps = 0
+        self.optimize: Callable[[dict[int, torch.Tensor], torch.Tensor | None, float], None] | None = None
+        """Where updates are ops: changes parameters by gradients (index in the job -> the gradient), which it
+        may keep. Where there is a norm, it scales them, so that the norm becomes the last argument at
+        most."""
+        self.norm: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         self.clock = clock_of(device)
         self.marks = Marks()
@@ -230,15 +236,31 @@ class RankState:
         """It is this from now on."""
         if name == STEP_LOSS:
             self._loss = value
+        elif name == STEP_NORM:
+            self.norm = value
         elif name.startswith(PARAM):
             self._made[name] = value
         else:
             self.grads[self._numbers[name]] = value
 
-    def free(self, name: str) -> None:
-        """It is there no longer."""
-        self._made.pop(name, None)
-        self.grads.pop(self._numbers.get(name, -1), None)
+    def free(self, names: Sequence[str]) -> None:
+        """They are there no longer."""
+        for name in names:
+            self._made.pop(name, None)
+            self.grads.pop(self._numbers.get(name, -1), None)
+
+    def squares(self, gradients: Sequence[str], copies: int) -> torch.Tensor:
+        """The sum of squares of their elements, over `copies`."""
+        norm = torch.nn.utils.get_total_norm([self.over_step(name) for name in gradients])
+        return norm.to(getattr(torch, norm_spec(self.plan.job).dtype)).square() / copies
+
+    def update(self, gradients: Sequence[str], norm: torch.Tensor | None = None, most: float = 0.0) -> None:
+        """What the optimizer does with these, which are scaled where the norm of all is above `most`; they
+        go."""
+        assert self.optimize is not None, "the face has given it"
+        given = {self._numbers[name]: self.over_step(name) for name in gradients}
+        self.free(gradients)
+        self.optimize(given, norm if most else None, most)
 
     def share_of_loss(self) -> torch.Tensor:
         """One of each copy's ranks adds its share, the others nothing."""

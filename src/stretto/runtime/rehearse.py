@@ -35,6 +35,7 @@ from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans
 from stretto.runtime.runner import Runner
+from stretto.runtime.updates import like, made_up_optimize
 from stretto.simulating import simulate
 from stretto.verifying import verify
 from stretto.verifying.memory import bytes_throughout
@@ -113,6 +114,9 @@ def rehearse(
             made_up = batch is None
             leaves = made_up_batch(plan.job, device, seed) if made_up else fit_batch(plan.job, batch, device)
             nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(state.pp_rank))["optimizer"]
+            if on_cuda and plan.job.updates:
+                nbytes = 0  # the optimizer is there, and has its states from a first step on
+                _step(state, transport, leaves, 0)
             kept = (*kept, torch.zeros(nbytes, dtype=torch.uint8, device=device))
             # 2. The steps.
             peak_bytes = _warm_up(state, transport, leaves, kept)
@@ -152,7 +156,8 @@ def _walker(
 ) -> tuple[RankState, Kept]:
     """Step 1: what walks the plan, and the tensors that it keeps."""
     if model is not None:
-        runner = Runner(plan, model, transport=transport, seed=seed)
+        optimizer = like(plan) if plan.job.updates else None
+        runner = Runner(plan, model, transport=transport, seed=seed, optimizer=optimizer)
         resident = [buffer for _, buffer in runner.named_buffers()]
         return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *resident)
     pp_rank = plan.mesh.pp_rank(transport.rank)
@@ -160,6 +165,7 @@ def _walker(
     buffers = made_up_buffers(plan, pp_rank, device)
     transport.open(plan.communicators, device, plan.mesh)
     state = RankState(plan, transport, device, parameters, buffers, seed)
+    state.optimize = made_up_optimize(plan, parameters)
     return state, (*parameters.values(), *buffers.values())
 
 

@@ -28,17 +28,17 @@ from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, explaining_failed_ops, fit_batch
 from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.given_model_adapter import check_given, take
-from stretto.runtime.gradients import accumulate
+from stretto.runtime.gradients import give
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
 from stretto.runtime.optimizer_trial import watch
-from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.rank import RankState
 from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
+from stretto.runtime.updates import MakeOptimizer, optimize_by, optimizer_of
 from stretto.verifying import verify
 
 
@@ -63,7 +63,10 @@ class Runner:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
     stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is
     recorded once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not
-    queue it; on an accelerator, without dropout.
+    queue it; on an accelerator, without dropout. optimizer: for a plan that updates parameters
+    (`Parallel.updates`), makes an optimizer over the parameters that it is given, `self.optimizer` then: an
+    ordinary one, for schedulers of its rate, for `stretto.save` and `load`. Steps update parameters, and
+    leave no gradients.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
     have different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
@@ -81,6 +84,7 @@ class Runner:
         empty: bool = False,
         compile: Literal["inductor"] | None = None,
         cuda_graph: bool = False,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
@@ -156,6 +160,9 @@ class Runner:
         if shares is None:
             watch(self.tensors)
             take(model, self.tensors, self.transport)
+        self.optimizer = optimizer_of(plan, optimizer, [*self.parameters()], cuda_graph)
+        if self.optimizer is not None:
+            self.state.optimize = optimize_by(self.optimizer, self.tensors)
 
     # Parameters.
 
@@ -238,8 +245,9 @@ class Runner:
     # Steps.
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Forward and backward of one batch; gradients are added to `.grad`. Returns the step's loss (0-d):
-        the mean of the microbatches' losses, or their sum over what they count, of all data-parallel copies.
+        """Forward and backward of one batch; gradients are added to `.grad`, or where the plan has updates,
+        used by them. Returns the step's loss (0-d): the mean of the microbatches' losses, or their sum over
+        what they count, of all data-parallel copies.
 
         batch: a tree like the captured one; every rank is given the full batch and reads its part.
 
@@ -261,22 +269,10 @@ class Runner:
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
         check_room(self.state.watch, self.transport)
-        trained = [k for k in sorted(grads) if self.tensors.parameters[k].requires_grad]  # not frozen since
-        kept = [self.tensors.parameters[k] for k in trained]
-        accumulate(kept, [self._of_part(k, grads.pop(k)) for k in trained])
-        for k, parameter in zip(trained, kept, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = self._of_part(k, parameter.grad)
+        give(self.tensors, grads)
         if not self.replayed:
             self._last = self.state.marks
         return loss
-
-    def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
-        known = self.plan.job.parameters[k]
-        is_part = known.tied_to in self.tensors.cut_along
-        if known.kept and grad.shape != self.tensors.parameters[k].shape:
-            grad = self.tensors.rows_here(known, grad)
-        return grad.as_subclass(PartGradient) if is_part else grad
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
@@ -308,6 +304,18 @@ class Runner:
         self._peak_bytes = meter.peak_bytes
 
     # What happened.
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm (0-d) of all gradients of the last step, before they were clipped, on every rank. Raises
+        UsageError for a plan that does not need it."""
+        if self.state.norm is None:
+            raise UsageError(
+                "the norm of gradients is known after a step of a plan that was captured with "
+                "Parallel(updates=True, clip_norm=...), 0 to measure it alone; else "
+                "stretto.train.clip.GradientClip returns it"
+            )
+        return self.state.norm
 
     @property
     def replayed(self) -> bool:

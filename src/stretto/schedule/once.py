@@ -8,7 +8,7 @@ from dataclasses import replace
 from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import LOSS, Communicator
+from stretto.ir.plan import LOSS, NORM, Communicator
 from stretto.ir.program import WAIT, Job, Op, Stage
 from stretto.ir.transfers import tied_ranks
 from stretto.schedule.sums import TIED, reduces_loss, reductions_of
@@ -42,12 +42,14 @@ def without_once(job: Job) -> Job:
 
 def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     """All communicators, in the one order in which every rank creates them: one for each pair of pipeline
-    ranks and direction with messages, `loss` where ranks do not have all of it, one for each tied gradient,
-    and one for each axis other than pp."""
+    ranks and direction with messages, `loss` where ranks do not have all of it, `norm` likewise, one for each
+    tied gradient, and one for each axis other than pp."""
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     result = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
     if reduces_loss(job, schedule.ranks):
         result.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
+    if job.clip_norm is not None and schedule.ranks > 1:
+        result.append(Communicator(NORM, tuple(range(schedule.ranks))))
     result += [
         Communicator(TIED + name, ranks)
         for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
@@ -58,20 +60,26 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
 
 def around_starts(program: Sequence[Op]) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
     """Start -> the ops before it that no other start has, itself last; and its wait with what reads it, a
-    start that follows from it too. "" -> what leads to no start."""
+    start that follows from it too. "" -> what leads to no start. What reads several waits is behind none of
+    them, and nor is what reads it."""
     leads: dict[str, list[Op]] = {}
     tails: dict[str, list[Op]] = {}
     tail_of: dict[str, str] = {}
+    written: dict[str, str] = {}
     open_ops: list[Op] = []
     for op in program:
-        waited = next((tail_of[name] for name in op.uses if name in tail_of), None)
-        if op.target == WAIT:
-            waited = tail_of.get(op.uses[0], op.uses[0])
-        if waited is not None:
-            tail_of[op.name] = waited
-            tails.setdefault(waited, []).append(op)
+        waits = {tail_of[name] for name in op.uses if name in tail_of}
+        waits |= {written[name] for name in op.uses if waits and name in written}
+        if op.target == WAIT and not waits:
+            waits = {op.uses[0]}
+        if len(waits) == 1 and "" not in waits:
+            [tail_of[op.name]] = waits
+            tails.setdefault(tail_of[op.name], []).append(op)
+            written.update(dict.fromkeys(op.writes, tail_of[op.name]))
             continue
         open_ops.append(op)
         if op.kind is not None:
             leads[op.name], open_ops = open_ops, []
-    return ({"": open_ops} | leads if open_ops else leads), tails
+        elif waits:
+            tail_of[op.name] = ""
+    return ({"": open_ops} | leads, {"": []} | tails) if open_ops else (leads, tails)

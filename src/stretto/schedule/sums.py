@@ -10,6 +10,7 @@ Distributed", 2020; Rajbhandari et al., "ZeRO", 2020); ties are reduced one by o
        to them, and of waits, with what follows: gradients are put side by side in a flat tensor, and become
        parts of it. Reductions of one gradient are in one round after the other.
     2. Reductions that wait for no other are the first round, that of the loss before all.
+    3. Where updates are ops of the step, they follow (`stretto.schedule.updates`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from stretto.passes.flat import (
     viewed,
     with_rows,
 )
+from stretto.schedule.updates import updates_of
 
 TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
@@ -75,7 +77,7 @@ def reductions_of(
     job: Job, schedule: Schedule, pp_rank: int, tied: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Op]:
     """The program of a pipeline rank. tied: groups of which several pipeline ranks have copies."""
-    return _RankReductions(job, schedule.stages_of(pp_rank), pp_rank, tied, schedule.ranks).ops()
+    return _RankReductions(job, schedule, pp_rank, tied).ops()
 
 
 def reduces_loss(job: Job, pp_ranks: int) -> bool:
@@ -89,18 +91,19 @@ class _RankReductions:
     def __init__(
         self,
         job: Job,
-        stages: Sequence[int],
+        schedule: Schedule,
         pp_rank: int,
         tied: Mapping[str, tuple[int, ...]],
-        pp_ranks: int,
     ) -> None:
         self._job = job
+        self._schedule = schedule
         self._place = pp_rank
-        self._places = pp_ranks
-        self._groups = _groups(job, stages)
+        self._places = schedule.ranks
+        self._groups = _groups(job, schedule.stages_of(pp_rank))
         self._tied = {name: tied[name] for name in sorted(tied) if name in self._groups}
         self._numbers: Counter[str] = Counter()
         self._merged: set[str] = set()
+        self._last: dict[str, str] = {}
         self._specs = {name: added_spec(job, group.parameter) for name, group in self._groups.items()}
 
     def ops(self) -> Iterator[Op]:
@@ -110,6 +113,12 @@ class _RankReductions:
                 yield from reduction.lead
             for reduction in reductions:
                 yield from reduction.tail
+        if self._job.updates:
+            for name, group in self._groups.items():
+                yield from self._merge(name, group)
+            trained = [group.parameter for group in self._groups.values()]
+            given = self._schedule, self._place, trained, self._last, self._tied
+            yield from updates_of(self._job, *given)
 
     def _rounds(self) -> Iterator[list[Moved]]:
         """What each gradient is reduced by first; then one after the other what is left."""
@@ -184,6 +193,7 @@ class _RankReductions:
 
     def _reduction(self, name: str, kind: Kind, lane: str, size: int, names: Sequence[str]) -> Moved:
         groups = [self._groups[one] for one in names]
+        self._last.update(dict.fromkeys(names, name))
         merging = [op for one, group in zip(names, groups, strict=True) for op in self._merge(one, group)]
         given = [(group.parameter, self._specs[one]) for one, group in zip(names, groups, strict=True)]
         if kind is ALL_REDUCE:
@@ -192,7 +202,7 @@ class _RankReductions:
             parts = math.prod(self._job.size(axis) for axis in self._left(groups[0].parameter, lane))
             grads = [GRAD + parameter.name for parameter, _ in given]
             specs = [spec for _, spec in given]
-            made = scattered(name, lane, size, parts, grads, specs, grads)
+            made = scattered(name, lane, size, parts, grads, specs, [(grad,) for grad in grads])
             self._specs.update(zip(names, made.specs, strict=True))
         return Moved([*merging, *made.lead], made.tail)
 
@@ -208,8 +218,8 @@ class _RankReductions:
             spec = self._specs[name]
             for other in group.others:
                 made = f"{PIPELINE}.merged.{other}"
-                yield Op(made, ADD, (Ref(total), Ref(GRAD + other)), (), (spec,), writes=first)
-                yield Op(f"{PIPELINE}.free.{other}", FREE, (), writes=GRAD + other)
+                yield Op(made, ADD, (Ref(total), Ref(GRAD + other)), (), (spec,), writes=(first,))
+                yield Op(f"{PIPELINE}.free.{other}", FREE, (), writes=(GRAD + other,))
                 total = made
 
 
@@ -220,7 +230,7 @@ Given = Sequence[tuple[Parameter, TensorSpec]]
 def _in_place(name: str, value: str, spec: TensorSpec, lane: str, size: int) -> Moved:
     """The sum of what lives over the step."""
     start = Op(name, ALL_REDUCE.target, (Ref(value), "sum", lane, size), (), (spec,), value)
-    return Moved([start], [Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), value, writes=value)])
+    return Moved([start], [Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), value, writes=(value,))])
 
 
 def _summed(name: str, lane: str, size: int, given: Given) -> Moved:
@@ -244,7 +254,7 @@ def _summed(name: str, lane: str, size: int, given: Given) -> Moved:
         else:
             lead += with_rows(here, source, spec)
             sources.append(lead[-1].name if not spec.shape else source)
-            tail.append(viewed(f"{here}.grad", here, spec, flat, writes=source))
+            tail.append(viewed(f"{here}.grad", here, spec, flat, writes=(source,)))
     row = TensorSpec((1, sum(sizes)), given[0][1].dtype)
     lead.append(side_by_side(flat, sources, 1, row))
     lead.append(Op(name, ALL_REDUCE.target, (Ref(flat), "sum", lane, size), (), (row,), flat))
@@ -304,7 +314,7 @@ def _from_slot(name: str, grad: str, spec: TensorSpec, shard: Shard, size: int) 
             (),
             (row,),
         ),
-        viewed(f"{name}.grad", f"{name}.own", spec, f"{name}.own", writes=grad),
+        viewed(f"{name}.grad", f"{name}.own", spec, f"{name}.own", writes=(grad,)),
     ]
 
 

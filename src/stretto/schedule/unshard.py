@@ -30,7 +30,7 @@ def gathers_of(job: Job, stages: Sequence[int], pp_rank: int) -> Iterator[Op]:
             f"{PIPELINE}.made.{pp_rank}.{number}",
             [SHARD + parameter.tied_to for parameter in copied],
             [parameter.spec for parameter in copied],
-            [PARAM + parameter.name for parameter in copied],
+            [(PARAM + parameter.name,) for parameter in copied],
         )
     numbers: Counter[str] = Counter()
     for bucket in buckets_of([group for group in groups if group[0].kept]):

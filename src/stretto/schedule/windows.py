@@ -114,7 +114,8 @@ def with_guests(job: Job, window: Window, name: str, stage: int, guests: Guests)
             for begin in guests.begins:
                 add(0, begin, part)
             for tail in guests.tails:
-                add(min((reads[op.writes] for op in tail if op.writes in reads), default=end), tail, part)
+                written = (name for op in tail for name in op.writes if name in reads)
+                add(min((reads[name] for name in written), default=end), tail, part)
         else:
             for lead in guests.leads:
                 added = (at for op in lead for value in op.uses for at in adding.get(value, ()))

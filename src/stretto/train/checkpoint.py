@@ -41,7 +41,7 @@ def save(
     state: CheckpointState,
     kept: tuple[str, str],
     runner: Runner,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     keep: int,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`; every rank must call it. Returns its path.

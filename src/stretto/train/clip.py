@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.kept import part_count, part_number
 from stretto.ir.program import Job
@@ -30,6 +31,11 @@ class GradientClip:
     def __init__(self, runner: Runner, max_norm: float) -> None:
         """max_norm: the largest norm that is left as it is; 0 measures and does not clip."""
         job = runner.plan.job
+        if job.updates:
+            raise UsageError(
+                "the plan updates parameters, so no gradients are left to clip after a step: capture with "
+                "Parallel(updates=True, clip_norm=...); runner.grad_norm is the norm then"
+            )
         index, count = _indices(job, runner.coordinates)
         tied_to = {p.name: p.tied_to for p in job.parameters}
         self._max_norm = max_norm

@@ -4,18 +4,19 @@ state."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from stretto.config import LRScheduleSettings, OptimizerSettings
-from stretto.runtime import Runner
 
 
-def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.AdamW:
+def make_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019) with decay on matrices only: a decayed norm's gain or bias would be
     pulled away from what the norm needs (as GPT-2's and Llama's recipes leave them out)."""
-    matrices = [p for p in runner.parameters() if p.dim() >= 2]
-    vectors = [p for p in runner.parameters() if p.dim() < 2]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

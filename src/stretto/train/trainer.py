@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class Trainer:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
             device = self.world.device.type
-            job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
+            job = capture(model, batch, loss, settings.layout, precision=settings.precision, device=device)
         kept = kept_by(settings, say)
         begin("planning")
         plan = make_plan(
@@ -174,6 +175,7 @@ class Trainer:
             empty=task.fill is not None,
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
+            optimizer=partial(make_optimizer, settings=settings.optimizer) if job.updates else None,
         )
         begin("preparing the held-out loss")
         with warnings.catch_warnings():
@@ -204,8 +206,12 @@ class Trainer:
         # The Runners keep what their stages use; the rest of the model goes.
         del model
         gc.collect()
-        self.optimizer = make_optimizer(self.runner, settings.optimizer)
-        self.clip = GradientClip(self.runner, settings.optimizer.grad_clip_norm)
+        self.clip: GradientClip | None = None
+        if self.runner.optimizer is not None:
+            self.optimizer = self.runner.optimizer
+        else:
+            self.optimizer = make_optimizer([*self.runner.parameters()], settings.optimizer)
+            self.clip = GradientClip(self.runner, settings.optimizer.grad_clip_norm)
         self._task = task
         self.progress.unit = task.unit
         self._losses: list[float] = []
@@ -279,18 +285,20 @@ class Trainer:
     def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
         settings = self.settings
-        queued = self.runner.step(batch), self.clip()
-        loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise RunError(
-                f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; nothing was "
-                "updated. Lower optimizer.lr, or warm up longer (lr_schedule.warmup_steps), and resume"
-            )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        queued = self.runner.step(batch), self.runner.grad_norm if self.clip is None else self.clip()
+        loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            what = "nothing was updated" if self.clip is not None else "parameters were updated by it"
+            raise RunError(
+                f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; {what}. "
+                "Lower optimizer.lr, or warm up longer (lr_schedule.warmup_steps), and resume"
+            )
+        if self.clip is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.step += 1
         return loss, rate, norm
 

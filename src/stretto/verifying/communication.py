@@ -70,8 +70,7 @@ class _StageProof:
                 checks += [self.waited(op), self.uses(name)]
             for what, fix in (result for check in checks for result in check):
                 yield Fault(self.rank, f"stage {self.stage.index}{self.phase_of[name]}, {name}", what, fix)
-            if op.writes is not None and op.spec is not None:
-                self.given[op.writes] = op.spec
+            self.given.update(op.written)
 
     def started(self, op: Op) -> list[str]:
         """The starts whose results an op reads."""

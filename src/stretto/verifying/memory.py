@@ -32,7 +32,7 @@ from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.kept import added_spec, parameter_nbytes, state_nbytes
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
-from stretto.ir.program import GRAD, PARAM, STEP_LOSS, WAIT, Job, Op
+from stretto.ir.program import GRAD, PARAM, STEP_LOSS, STEP_NORM, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
@@ -328,13 +328,15 @@ class RankMemory:
     def _written(self, key: tuple[int, str]) -> int:
         """Step 5: bytes of what the op changes, less those that it had."""
         op, _ = self._ops[key]
-        if op.writes is None or op.writes == STEP_LOSS:
-            return 0
+        total = 0
         now = sum(spec.nbytes for spec in op.outputs if spec is not None)
-        more = now - self._over_step.get(op.writes, 0)
-        self._over_step[op.writes] = now
-        self._grows(**{"made" if op.writes.startswith(PARAM) else "gradients": more})
-        return more
+        for name in op.writes:  # an update makes nothing
+            if name not in (STEP_LOSS, STEP_NORM):
+                more = now - self._over_step.get(name, 0)
+                self._over_step[name] = now
+                self._grows(**{"made" if name.startswith(PARAM) else "gradients": more})
+                total += more
+        return total
 
     def _grows(self, made: int = 0, gradients: int = 0) -> None:
         """What lives over the step has so many bytes more."""

@@ -23,6 +23,8 @@ from stretto.ir.program import (
     FREE,
     GETITEM,
     GRAD,
+    PARAM,
+    SHARD,
     STEP_LOSS,
     WAIT,
     Op,
@@ -81,10 +83,10 @@ class _Contents:
     def run(self, op: Op) -> None:
         made = hash((op.name, *(self.of.get(name) for name in op.uses)))
         self.of[op.name] = made
-        if op.target == FREE:
-            self.of.pop(op.writes or "", None)
-        elif op.writes is not None:
-            self.of[op.writes] = made
+        for name in op.writes:
+            self.of[name] = made
+            if op.target == FREE:
+                del self.of[name]
 
 
 @dataclass(slots=True)
@@ -104,13 +106,12 @@ class _Memory:
             self.under_way = {at: start for at, start in self.under_way.items() if start.name not in op.uses}
         for name in op.uses:
             start = self.under_way.get(self._root(name))
-            if start is not None and (in_place or start.alias is not None):
+            if start is not None and (in_place or start.alias is not None or name in op.writes):
                 yield f"reads {name} while {start.name} is under way in its memory", "Move it after its wait"
         if op.kind is not None:
             self.under_way[self._root(op.uses[0])] = op
         self.lies_in[op.name] = root
-        if op.writes is not None:
-            self.lies_in[op.writes] = root
+        self.lies_in.update((name, root) for name, _ in op.written)
 
     def _root(self, name: str) -> str:
         return self.lies_in.get(name, name)
@@ -126,7 +127,9 @@ class _History:
         self.expected: dict[str, dict[str, int | None]] = {}
         contents = _Contents()
         self._run(plan.once(rank, BEFORE), contents)
-        self.made = {name: contents.of.get(name) for name in made_parameters(plan.job)}
+        changed = {name for op in self.program for name in op.writes if name.startswith(PARAM)}
+        self.lacking = made_parameters(plan.job) - contents.of.keys()
+        self.made = {name: contents.of.get(name) for name in made_parameters(plan.job) | changed}
         for name in self.last:
             contents.complete(name)
         self._run(plan.once(rank, AFTER), contents)
@@ -161,7 +164,7 @@ class _History:
                 contents.complete(op)
                 continue
             if isinstance(op, _Reads):
-                if self.made[op.name] is None or contents.of.get(op.name) != self.made[op.name]:
+                if op.name in self.lacking or contents.of.get(op.name) != self.made[op.name]:
                     yield self._fault(at, op.op, *self._wrong(op.name, at, done))
                 continue
             if op.name in done:
@@ -182,24 +185,24 @@ class _History:
             if op.name not in done:
                 yield Fault(self.rank, op.name, "never runs", "Add it to a window")
                 sound = False
-        for name in sorted({op.writes for op in self.program if op.writes is not None and sound}):
+        for name in sorted({name for op in self.program for name in op.writes if sound}):
             if contents.of.get(name) != self.ends.get(name):
                 what = "is something else at the end than what its program makes of it"
                 yield Fault(self.rank, name, what, "Write it in the order of the program")
 
     def _wrong(self, name: str, at: Position, done: set[str]) -> tuple[str, str]:
         """Why an op reads something else than it should."""
-        if not name.startswith(OVER_STEP) and name not in self.made:
+        if not name.startswith((*OVER_STEP, PARAM, SHARD)):
             return f"reads {name}, which is not there yet", f"Move it after {name}"
         last = self.last.get(name, at)
         if last > at:
             does = f"`{self.plan.orders[self.rank][last[0]]}` has added its part of {name}"
             return f"reads {name} before {does}", "Move it after that"
-        before = [op.name for op in self.program if op.writes == name]
+        before = [op.name for op in self.program if name in op.writes]
         late = next((one for one in before if one not in done), None)
         if late is not None:
             return f"reads {name} before {late} has written it", f"Move it after {late}"
-        if not before and name in self.made:
+        if not before and name.startswith(PARAM):
             return f"reads {name}, which no op makes", "Add one that does"
         return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
 
@@ -217,15 +220,15 @@ class _Reads:
 
 
 def _ends_of_reads(plan: Plan, rank: int, made: Collection[str]) -> Iterator[tuple[Position, _Reads]]:
-    """Of each parameter, where the rank reads it first and last."""
+    """Of each parameter, where the rank reads it first and last, by views of it too."""
     if not made:
         return
+    ops = [(s.index, op) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]]
+    views = {op.name: op.alias for _, op in ops if op.alias is not None and op.alias in made}
     reads = {
-        (stage.index, op.name): names
-        for stage in plan.job.stages
-        for phase in PHASES
-        for op in stage.ops[phase]
-        if (names := [name for name in op.uses if name in made])
+        (stage, op.name): names
+        for stage, op in ops
+        if (names := dict.fromkeys(n for use in op.uses if (n := views.get(use, use)) in made))
     }
     inside = {
         window.name: [

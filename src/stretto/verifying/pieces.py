@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from stretto.ir.placements import IN_DTYPE, SIDE_BY_SIDE, SPLITS
 from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, refs
+from stretto.ir.updates import UPDATE, updated
 
 Pieces = tuple[tuple[str, ...], ...]
 """By piece of a value, the names of what it is made of."""
@@ -27,7 +28,13 @@ def walked(ops: Iterable[Op], made: dict[str, Pieces]) -> Iterator[Op]:
     for op in ops:
         yield op
         made[op.name] = pieces_of(op, made)
-        if op.target == FREE:
-            made.pop(str(op.writes), None)
-        elif op.writes is not None:
-            made[op.writes] = made[op.name]
+        if op.target == UPDATE:
+            for gradient, names in updated(op):
+                for name in names:
+                    pieces = (*made.get(name, ()), *made.get(gradient, ()))
+                    made[name] = (tuple(one for piece in pieces for one in piece),)
+        elif op.target == FREE:
+            for name in op.writes:
+                made.pop(name, None)
+        else:
+            made.update(dict.fromkeys(op.writes, made[op.name]))

@@ -1,32 +1,38 @@
 """Proves what comes of the programs that run once a step: at the end gradients are made of those of their
 tie, each once, and of no other, and parameters of what is kept of them. Along each axis ranks have equal
 ones, partial sums or parts: the programs are placed as all others are (`stretto.ir.placements`), and at the
-end a gradient is as what is kept of its parameter.
+end a gradient is as what is kept of its parameter. What an update changes is made of itself and of the
+gradients of its tie, each once, and placed as before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import given_specs
 from stretto.ir.kept import shard_spec
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
 from stretto.ir.placements import Placer
-from stretto.ir.plan import LOSS, Plan
+from stretto.ir.plan import LOSS, NORM, Plan
 from stretto.ir.program import (
     FREE,
     GRAD,
     PARAM,
     SHARD,
     STEP_LOSS,
+    STEP_NORM,
     Job,
+    Op,
     Parameter,
+    Ref,
     TensorSpec,
 )
 from stretto.ir.transfers import tied_ranks
+from stretto.ir.updates import SQUARES, UPDATE, clipped_by, parts_over, updated
 from stretto.schedule.sums import TIED, reduces_loss
+from stretto.schedule.updates import changed_by, counts
 from stretto.verifying.fault import Fault
 from stretto.verifying.pieces import Pieces, pieces_of, walked
 
@@ -41,16 +47,20 @@ def reduction_faults(plan: Plan) -> list[Fault]:
 def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     """Every fault of whom things are made of on a rank: by name, the pieces that lie in it side by side."""
     ties: dict[str, list[str]] = defaultdict(list)
-    for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
+    here = list(_trained(plan.job, plan.schedule.stages_of(rank)))
+    for parameter in here:
         ties[parameter.tied_to].append(GRAD + parameter.name)
     job, specs, wrote = plan.job, given_specs(plan.job), dict[str, TensorSpec | None]()
     stages = plan.schedule.stages_of(rank)
     read = [p for p in job.parameters if p.is_made and any(stage in stages for stage in p.stages)]
     made: dict[str, Pieces] = {STEP_LOSS: ((STEP_LOSS,),)}
     made |= {name: ((name,),) for names in ties.values() for name in names}
-    made |= {SHARD + p.tied_to: ((SHARD + p.tied_to,),) for p in read}
+    changed = _changed(job, stages)
+    made |= {name: ((name,),) for name in (*changed, *(SHARD + p.tied_to for p in read))}
     lanes = {LOSS: [STEP_LOSS]} | {TIED + name: names for name, names in ties.items()}
+    lanes[NORM] = [name for names in ties.values() for name in names]
     summed: set[tuple[str, str]] = set()
+    norm = next((op.name for op in plan.once(rank) if STEP_NORM in op.writes), "")
     for op in walked(plan.once(rank), made):
         for name in op.uses:
             if name not in made:
@@ -59,15 +69,23 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
             yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
         if op.kind is not None:
             owners = {one for piece in pieces_of(op, made) for one in piece}
-            summed.update((one, op.lane) for one in owners)
+            if op.made.shape or len(owners) == 1:  # and not the norm of all
+                summed.update((one, op.lane) for one in owners)
             axes = dict(job.axes)
             fits = owners <= {*lanes[op.lane]} if op.lane in lanes else op.lane in axes
             if not fits or (STEP_LOSS in owners and op.lane != LOSS):
                 what = f"reduces {', '.join(sorted(owners))} on communicator {op.lane}, which is not for them"
                 fix = f"Sum the loss on {LOSS}, copies of a tie on {TIED}<its name>, others on an axis"
                 yield Fault(rank, op.name, what, fix)
-        if op.writes is not None and op.target != FREE:
-            wrote[op.writes] = op.spec
+        if op.target == SQUARES:
+            yield from _copies(rank, op, job)
+        elif op.target == UPDATE:
+            yield from _alike(rank, op, specs | wrote)
+            if clipped_by(op) != (None if job.clip_norm is None else (Ref(norm), job.clip_norm)):
+                what = f"does not scale as clip_norm = {job.clip_norm} asks"
+                yield Fault(rank, op.name, what, f"Scale by {norm or 'nothing'}")
+        elif op.target != FREE:
+            wrote.update(dict.fromkeys(op.writes, op.spec))
     ends = specs | {GRAD + p.name: shard_spec(job, p) for p in job.parameters if p.kept}
     for name, spec in wrote.items():
         given = ends.get(name)
@@ -77,11 +95,21 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     for p in read:
         if PARAM + p.name in wrote and made.get(PARAM + p.name, ()) not in ((), ((SHARD + p.tied_to,),)):
             yield Fault(rank, PARAM + p.name, "is made of another parameter", "Make it of its own")
-    for names in ({STEP_LOSS: [STEP_LOSS]} | ties).values():
+    once = "Reduce each gradient once, into its own name"
+    ends_as = [([STEP_LOSS], [STEP_LOSS], once)]
+    for names in ties.values():
+        ends_as.append((names, [], "Free it behind its update") if job.updates else (names, names, once))
+    if job.clip_norm is not None:
+        tied = tied_ranks(job, plan.schedule.stage_ranks)
+        counted = [GRAD + p.name for p in here if counts(p, rank, tied)]
+        ends_as.append(([STEP_NORM], counted, "Count each gradient once, on one pipeline rank"))
+    update = "Update each parameter once, by its own gradient"
+    ends_as += [([name], [name, *ties[p.tied_to]], update) for name, p in changed.items()]
+    for names, wanted, fix in ends_as:
         left = [one for name in names for piece in made.get(name, ()) for one in piece]
-        if sorted(left) != sorted(names):
-            what = f"is made of {', '.join(left) or 'nothing'} at the end, instead of {', '.join(names)}"
-            yield Fault(rank, names[0], what, "Reduce each gradient once, into its own name")
+        if sorted(left) != sorted(wanted):
+            is_of, of = (", ".join(one) or "nothing" for one in (left, wanted))
+            yield Fault(rank, names[0], f"is made of {is_of} at the end, instead of {of}", fix)
     for parameter in _trained(plan.job, plan.schedule.stages_of(rank)):
         for shard in parameter.shards:
             name, shared = GRAD + parameter.name, shard.copies > 1 and shard.axis in parameter.partial
@@ -93,9 +121,9 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     """Of one rank, along each axis."""
     job, program = plan.job, plan.once(rank)
     stages = plan.schedule.stages_of(rank)
-    here = list(_trained(job, stages))
+    here, changed = list(_trained(job, stages)), _changed(job, stages)
     tied = [name for name, ranks in tied_ranks(job, plan.schedule.stage_ranks).items() if rank in ranks]
-    freed = {op.writes for op in program if op.target == FREE}  # several of a tie become one
+    freed = {name for op in program if op.target == FREE for name in op.writes}  # several become one
     specs = given_specs(job) | {op.name: op.spec for op in program if op.spec is not None}
 
     def proved(
@@ -108,9 +136,9 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
             except PlacementError as trouble:
                 yield Fault(rank, f"{op.name} ({op.target})", f"{trouble} (along {said})", trouble.fix)
                 placer.values[op.name] = LOCAL
-            if op.writes is not None and op.spec is not None:
-                placer.values[op.writes] = placer.of(op.name)
-                now[op.writes] = op.spec
+            for name, spec in op.written:
+                placer.values[name] = placer.of(op.name)
+                now[name] = spec
         for name, want in end.items():
             kept, parts = placer.of(name), ("part", "local")
             right = kept.kind in parts if want.kind in parts else kept.is_full
@@ -118,7 +146,7 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
                 yield Fault(rank, name, what, SUM_IT)
 
-    written = {op.writes for op in program}
+    written = {name for op in program for name in op.writes}
     made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
         if size > 1:
@@ -126,10 +154,15 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
             begin |= {SHARD + p.tied_to: _as_kept(p, axis, size) for p in made}
             end = {GRAD + p.name: _as_kept(p, axis, size) for p in here}
             end |= {name: _as_sharded(p, axis, size) for p in made if (name := PARAM + p.name) in written}
-            yield from proved(axis, size, begin, end, axis)
+            kept = {name: _as_kept(p, axis, size) for name, p in changed.items()}
+            yield from proved(axis, size, begin | kept, end | kept, axis)
     for name in tied:
         copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
-        yield from proved(TIED + name, 2, copies, dict.fromkeys(copies, EQUAL), "the ranks that have a copy")
+        end = dict.fromkeys((*copies, *(n for n, p in changed.items() if p.tied_to == name)), EQUAL)
+        yield from proved(TIED + name, 2, copies, end, "the ranks that have a copy")
+    if job.clip_norm is not None and plan.ranks > 1:
+        own = dict.fromkeys((*(GRAD + p.name for p in here), *changed), LOCAL)
+        yield from proved(NORM, 2, own, {STEP_NORM: EQUAL}, "pipeline ranks")
     if reduces_loss(job, plan.ranks):
         yield from proved(LOSS, 2, {STEP_LOSS: SUM}, {STEP_LOSS: EQUAL}, "all ranks")
 
@@ -145,6 +178,32 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
         if name in trained:
             adding = [p for p in group if any(stage in stages for stage, _, _ in p.grads)]
             yield from adding or group[:1]
+
+
+def _changed(job: Job, stages: Sequence[int]) -> dict[str, Parameter]:
+    """What updates change on a rank with these stages."""
+    trained = _trained(job, stages) if job.updates else ()
+    return {name: parameter for parameter in trained for name in changed_by(job, stages, parameter)}
+
+
+def _alike(rank: int, op: Op, specs: Mapping[str, TensorSpec | None]) -> Iterator[Fault]:
+    """An update changes what has the shape and dtype of its gradient."""
+    for gradient, names in updated(op):
+        for name in names:
+            one, other = (None if s is None else (s.shape, s.dtype) for s in map(specs.get, (gradient, name)))
+            if one != other:
+                what = f"changes {name}, {specs.get(name)}, by {gradient}, {specs.get(gradient)}"
+                yield Fault(rank, op.name, what, "Use the gradient of its own rows")
+
+
+def _copies(rank: int, op: Op, job: Job) -> Iterator[Fault]:
+    """Squares of what several ranks have count once."""
+    known = {GRAD + p.name: p for p in job.parameters}
+    for name in op.uses:
+        copies = parts_over(job, known[name])[1] if name in known else op.args[1]
+        if copies != op.args[1]:
+            what = f"counts {name} as if {op.args[1]} ranks had the same, and {copies} do"
+            yield Fault(rank, op.name, what, f"Divide by {copies}")
 
 
 def _before(parameter: Parameter, axis: str, size: int) -> Placement:

@@ -68,8 +68,7 @@ def _ops(job: Job, specs: Specs) -> Iterator[Fault]:
                     trouble = _trouble(op, now, job.device)
                 if trouble:
                     yield _fault(stage.index, phase, op.name, trouble)
-                if op.writes is not None and op.spec is not None:
-                    now[op.writes] = op.spec
+                now.update(op.written)
 
 
 def _part(op: Op, made: Mapping[str, Given]) -> str:

@@ -1,0 +1,282 @@
+"""Updates come once, behind their gradients and all that reads what they change, or a plan is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from stretto.ir.action import AFTER, BEFORE
+from stretto.ir.plan import NORM, Item, ItemKind, Plan
+from stretto.ir.program import FREE, WAIT, Op, Ref, Stage
+from stretto.ir.updates import SQUARES, UPDATE, update_op, updated
+from stretto.passes import flat
+from stretto.verifying import plan_faults
+from tests.parallelize.zero import ZeroCell
+
+
+@cache
+def plan(zero: int, clipped: bool = False) -> Plan:
+    """With zero 1 rows are updated, of which copies are made; with zero 0 what ops read is."""
+    return ZeroCell(zero, pp=2, tied=True, updates=True, clipped=clipped).plan()  # type: ignore[arg-type]
+
+
+def faults(given: Plan) -> str:
+    return "\n".join(map(str, plan_faults(given)))
+
+
+def updates(given: Plan) -> list[Op]:
+    """Of the first rank."""
+    return [op for op in given.once(0) if op.target == UPDATE]
+
+
+def moved(given: Plan, name: str, window: str, at: int) -> Plan:
+    """A plan in which an op that runs once a step stands elsewhere, in a window that has such ops."""
+    [(source, item)] = [
+        (w.name, item)
+        for w in given.windows.values()
+        for item in w.items
+        if item.ref == name and item.kind is ItemKind.OP
+    ]
+    windows = dict(given.windows)
+    kept = tuple(one for one in windows[source].items if one != item)
+    windows[source] = replace(windows[source], items=kept)
+    part = next(k for k, (_, phase) in enumerate(windows[window].parts) if phase is AFTER)
+    items = list(windows[window].items)
+    items.insert(at, Item(ItemKind.OP, part, name))
+    windows[window] = replace(windows[window], items=tuple(items))
+    return replace(given, windows=windows)
+
+
+def last_window(given: Plan) -> str:
+    """The one of the first rank's actions in which reductions start."""
+    runs = (given.windows[str(i.ref)] for i in given.orders[0] if str(i.ref) in given.windows)
+    return next(w.name for w in runs if w.actions and AFTER in {phase for _, phase in w.parts})
+
+
+def with_program(given: Plan, change: Callable[[Sequence[Op]], Sequence[Op]]) -> Plan:
+    """A plan of which the first rank reduces by another program, in that order, at the end."""
+    first = given.job.stages[0]
+    ops = tuple(change(first.ops[AFTER]))
+    job = replace(given.job, stages=(Stage(0, {**first.ops, AFTER: ops}), *given.job.stages[1:]))
+    end = str(given.orders[0][-1].ref)
+    others = (given.windows[str(i.ref)] for i in given.orders[0][:-1] if str(i.ref) in given.windows)
+    elsewhere = {item.ref for w in others for item in w.items if item.part not in w.actions}
+    items = tuple(Item(ItemKind.OP, 0, op.name) for op in ops if op.name not in elsewhere)
+    there = {(stage.index, op.name) for stage in job.stages for op in stage.all_ops}
+    costs = replace(given.costs, op_us={key: us for key, us in given.costs.op_us.items() if key in there})
+    windows = {**given.windows, end: replace(given.windows[end], items=items)}
+    return replace(given, job=job, costs=costs, windows=windows)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_plan_is_sound(zero: int) -> None:
+    given = plan(zero)
+    assert plan_faults(given) == []
+    assert plan_faults(with_program(given, lambda ops: ops)) == []
+    names = [name for op in updates(given) for _, names in updated(op) for name in names]
+    assert len(names) == len(set(names)) > 5
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_before_its_gradients_last_addition_is_refused(zero: int) -> None:
+    given = plan(zero)
+    said = faults(moved(given, updates(given)[-1].name, last_window(given), 0))
+    assert "reads grad/" in said
+    assert "has added its part of" in said
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_before_its_reductions_wait_is_refused(zero: int) -> None:
+    given = plan(zero)
+    end = str(given.orders[0][-1].ref)
+    said = faults(moved(given, updates(given)[-1].name, end, 0))
+    assert "reads grad/" in said
+    assert "has written it. Move it after" in said
+
+
+def test_a_parameter_that_is_read_after_its_update_is_refused() -> None:
+    """By a view of it as well, which the forward has left."""
+    given = plan(0)
+    window = last_window(given)
+    said = faults(moved(given, updates(given)[-1].name, window, 0))
+    assert "reads param/" in said
+    assert f"after {updates(given)[-1].name} has changed it" in said
+
+
+def test_rows_that_are_gathered_after_their_update_are_refused() -> None:
+    given = plan(1)
+    first, *others = given.orders[0]
+    assert BEFORE in {phase for _, phase in given.windows[str(first.ref)].parts}
+    said = faults(replace(given, orders=((*others, first), *given.orders[1:])))
+    assert "reads shard/" in said
+    assert "has changed it. Move it before that" in said
+
+
+def test_rows_that_are_updated_while_they_are_gathered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "LARGE_BYTES", 1)  # each travels by itself, from where it is
+    given = ZeroCell(1, pp=2, tied=True, updates=True).plan()
+    windows = {w.name: w for w in given.windows.values() if BEFORE in {phase for _, phase in w.parts}}
+    gathers = [op for op in given.once(0, BEFORE) if op.kind is not None and op.uses[0].startswith("shard/")]
+    by = {name: op for op in updates(given) for _, names in updated(op) for name in names}
+    update = next(by[op.uses[0]] for op in gathers)
+    window = next(w for w in windows.values() if w.actions)
+    both = replace(window, parts=(*window.parts, (0, AFTER)))
+    runs = [
+        replace(i, microbatches=(*i.microbatches, -1)) if str(i.ref) == window.name else i
+        for i in given.orders[0]
+    ]
+    changed = replace(
+        given, windows={**given.windows, window.name: both}, orders=(tuple(runs), *given.orders[1:])
+    )
+    said = faults(moved(changed, update.name, window.name, 0))
+    assert "is under way in its memory" in said
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_that_never_runs_is_refused(zero: int) -> None:
+    given = plan(zero)
+    name = updates(given)[-1].name
+    windows = {
+        w.name: replace(w, items=tuple(item for item in w.items if item.ref != name))
+        for w in given.windows.values()
+    }
+    assert f"{name}: never runs" in faults(replace(given, windows=windows))
+    left = with_program(replace(given, windows=windows), lambda ops: [op for op in ops if op.name != name])
+    said = faults(left)
+    assert "at the end, instead of" in said
+    assert "Update each parameter once, by its own gradient" in said
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_that_runs_twice_is_refused(zero: int) -> None:
+    given = plan(zero)
+    op = updates(given)[-1]
+    [end] = [w for w in given.windows.values() if any(item.ref == op.name for item in w.items)]
+    at = next(k for k, item in enumerate(end.items) if item.ref == op.name)
+    items = (*end.items[: at + 1], *end.items[at:])
+    doubled = replace(given, windows={**given.windows, end.name: replace(end, items=items)})
+    assert "is there a second time" in faults(doubled)
+
+    def again(ops: Sequence[Op]) -> list[Op]:
+        return [one for o in ops for one in ([o, replace(o, name="again")] if o is op else [o])]
+
+    assert "Update each parameter once, by its own gradient" in faults(with_program(given, again))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_update_by_what_is_not_reduced_is_refused(zero: int) -> None:
+    """In the program itself."""
+    given = plan(zero)
+    op = updates(given)[-1]
+
+    def before(ops: Sequence[Op]) -> list[Op]:
+        others = [o for o in ops if o is not op and not (o.target == FREE and set(o.writes) & set(op.uses))]
+        frees = [o for o in ops if o.target == FREE and set(o.writes) & set(op.uses)]
+        wait = next(k for k, o in enumerate(others) if o.target == WAIT)
+        return [*others[:wait], op, *others[wait:], *frees]
+
+    said = faults(with_program(given, before))
+    # With rows, a full gradient has another shape as well.
+    expected = "of which every rank has only a partial sum" if zero == 0 else "by grad/"
+    assert expected in said
+
+
+def test_an_update_by_anothers_gradient_is_refused() -> None:
+    given = plan(1)
+    op = updates(given)[-1]
+    pairs = [*updated(op)]
+    specs = {p.name: p.spec for p in given.job.parameters}
+    one, other = next(
+        (a, b)
+        for a in range(len(pairs))
+        for b in range(a)
+        if specs[pairs[a][0].removeprefix("grad/")] == specs[pairs[b][0].removeprefix("grad/")]
+    )
+    pairs[one], pairs[other] = (pairs[other][0], pairs[one][1]), (pairs[one][0], pairs[other][1])
+    exchanged = update_op(op.name, pairs, op.args[2])
+    said = faults(with_program(given, lambda ops: [exchanged if o is op else o for o in ops]))
+    assert "Update each parameter once, by its own gradient" in said
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda op: replace(op, writes=op.writes[1:]),
+        lambda op: replace(op, args=op.args[:2]),
+        lambda op: replace(op, args=((Ref("grad/none"), *op.args[0][1:]), *op.args[1:])),
+        lambda op: replace(op, args=(op.args[0], (), op.args[2])),
+        lambda op: replace(op, args=(op.args[0], op.args[0], op.args[2])),
+        lambda op: replace(op, target="aten.add.Tensor"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(changed: Callable[[Op], Op]) -> None:
+    given = plan(1)
+    op = updates(given)[-1]
+    said = faults(with_program(given, lambda ops: [changed(o) if o is op else o for o in ops]))
+    assert f"{op.name}: " in said
+
+
+# The norm.
+
+
+def squares(ops: Sequence[Op]) -> Op:
+    return next(op for op in ops if op.target == SQUARES and len(op.uses) > 1)
+
+
+def with_squares(change: Callable[[Op], Op]) -> Callable[[Sequence[Op]], Sequence[Op]]:
+    def changed(ops: Sequence[Op]) -> Sequence[Op]:
+        one = squares(ops)
+        return [change(op) if op is one else op for op in ops]
+
+    return changed
+
+
+def without_reduction(lane: str) -> Callable[[Sequence[Op]], Sequence[Op]]:
+    """What is reduced is taken as it is."""
+
+    def changed(ops: Sequence[Op]) -> Sequence[Op]:
+        start = next(op for op in ops if op.kind is not None and op.lane == lane and ".norm" in f".{op.name}")
+        given = start.uses[0]
+        kept = [op for op in ops if op is not start and not (op.target == WAIT and start.name in op.uses)]
+        result = []
+        for op in kept:
+            args = tuple(Ref(given) if arg == Ref(f"{start.name}.sum") else arg for arg in op.args)
+            result.append(replace(op, args=args))
+        return result
+
+    return changed
+
+
+def another_limit(op: Op) -> Op:
+    return replace(op, args=(*op.args[:4], 2 * op.args[4])) if op.target == UPDATE else op
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_squares(lambda op: replace(op, args=(op.args[0][1:], 1))), "Count each gradient once"),
+        (with_squares(lambda op: replace(op, args=((*op.args[0], op.args[0][0]), 1))), "Count each gradient"),
+        (with_squares(lambda op: replace(op, args=(op.args[0], 2))), "as if 2 ranks had the same, and 1 do"),
+        (without_reduction("dp"), "every rank has only a partial sum (along dp)"),
+        (without_reduction(NORM), "every rank has only a partial sum (along pipeline ranks)"),
+        (lambda ops: [another_limit(op) for op in ops], "does not scale as clip_norm = 0.3 asks"),
+        (
+            lambda ops: [replace(op, args=op.args[:3]) if op.target == UPDATE else op for op in ops],
+            "does not scale as clip_norm = 0.3 asks",
+        ),
+    ],
+)
+def test_another_norm_is_refused(change: Callable[[Sequence[Op]], Sequence[Op]], said: str) -> None:
+    given = plan(1, clipped=True)
+    assert plan_faults(with_program(given, lambda ops: ops)) == []
+    assert said in faults(with_program(given, change))
+
+
+def test_a_norm_of_gradients_that_are_not_reduced_is_refused() -> None:
+    given = plan(1, clipped=True)
+    name = squares(given.once(0)).name
+    said = faults(moved(given, name, last_window(given), 0))
+    assert "reads grad/" in said
