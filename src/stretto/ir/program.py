@@ -31,10 +31,10 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
     state.update(...), state.squares(...)                an optimizer's step (`stretto.ir.updates`)
 
 Some programs run once a step (`stretto.ir.action.ONCE_PHASES`): UNSHARD, which makes what ops read of
-parameters, and REDUCE_GRAD, which reduces gradients. Their ops read what lives over the step (`param/`,
-`grad/`, `step/loss`), and those that name it in `writes` change it: it is then what the op makes. The lane of
-their communications is an axis, the communicator of the ranks that have a tied parameter, or that of the
-loss.
+parameters, and REDUCE_GRAD, which reduces gradients and updates parameters where that is part of the step.
+Their ops read what lives over the step (`param/`, `grad/`, `step/`), and those that name it in `writes`
+change it: it is then what the op makes. The lane of their communications is an axis, the communicator of the
+ranks that have a tied parameter, or that of the loss or the norm.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are

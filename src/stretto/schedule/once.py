@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Schedule
-from stretto.ir.axes import PIPELINE
+from stretto.ir.axes import BY_NAME, PIPELINE
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import LOSS, NORM, Communicator
 from stretto.ir.program import WAIT, Job, Op, Stage
@@ -61,7 +61,7 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
 def around_starts(program: Sequence[Op]) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
     """Start -> the ops before it that no other start has, itself last; and its wait with what reads it, a
     start that follows from it too. "" -> what leads to no start. What reads several waits is behind none of
-    them, and nor is what reads it."""
+    them, nor is what reads it, nor a start that joins pipeline ranks, as these have one order on all."""
     leads: dict[str, list[Op]] = {}
     tails: dict[str, list[Op]] = {}
     tail_of: dict[str, str] = {}
@@ -72,7 +72,8 @@ def around_starts(program: Sequence[Op]) -> tuple[dict[str, list[Op]], dict[str,
         waits |= {written[name] for name in op.uses if waits and name in written}
         if op.target == WAIT and not waits:
             waits = {op.uses[0]}
-        if len(waits) == 1 and "" not in waits:
+        joins = op.kind is not None and op.lane not in BY_NAME
+        if len(waits) == 1 and "" not in waits and not joins:
             [tail_of[op.name]] = waits
             tails.setdefault(tail_of[op.name], []).append(op)
             written.update(dict.fromkeys(op.writes, tail_of[op.name]))
