@@ -47,9 +47,8 @@ def begins_us(program: Sequence[OnceOp], there_us: dict[str, float]) -> dict[str
     for one in program:
         begin_us = max((there_us.get(name, 0.0) for name in one.op.uses), default=0.0)
         result[one.op.name] = begin_us
-        for name in (one.op.name, one.op.writes):
-            if name is not None:
-                there_us[name] = begin_us + one.least_us + one.travel_us
+        for name in (one.op.name, *one.op.writes):
+            there_us[name] = begin_us + one.least_us + one.travel_us
     return result
 
 
@@ -59,9 +58,8 @@ def rests_us(program: Sequence[OnceOp], follows_us: Mapping[str, float]) -> dict
     rests: dict[str, float] = dict(follows_us)
     result: dict[str, float] = {}
     for one in reversed(program):
-        rest_us = rests.get(one.op.name, 0.0)
-        if one.op.writes is not None:
-            rest_us = max(rest_us, rests.pop(one.op.writes, 0.0))
+        made = (one.op.name, *one.op.writes)
+        rest_us = max(rests.pop(name, 0.0) for name in made)
         result[one.op.name] = rest_us
         for name in one.op.uses:
             rests[name] = max(rests.get(name, 0.0), one.least_us + one.travel_us + rest_us)

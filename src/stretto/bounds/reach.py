@@ -287,7 +287,7 @@ def _there_us(program: Sequence[OnceOp]) -> dict[str, float]:
     """When each parameter that a program makes may be there."""
     there_us: dict[str, float] = {}
     begins_us(program, there_us)
-    return {one.op.writes: there_us[one.op.writes] for one in program if one.op.writes is not None}
+    return {name: there_us[name] for one in program for name in one.op.writes}
 
 
 def _once_reach(
@@ -299,14 +299,14 @@ def _once_reach(
 ) -> dict[Phase, list[OnceReach]]:
     """What a rank runs once a step, when heads and tails of all other ops are known."""
     here = [(job.stages[at], stage) for at, stage in enumerate(stages) if stage_ranks[at] == rank]
-    made = {one.op.writes for one in once[BEFORE]}
+    made = {name for one in once[BEFORE] for name in one.op.writes}
     follows_us: dict[str, float] = defaultdict(float)
     for given, stage in here if made else ():
         for op in (op for phase in PHASES for op in given.ops[phase] if not made.isdisjoint(op.uses)):
             at = stage.numbers[op.name]
             for name in made.intersection(op.uses):
                 after_us = _least_us(stage.distances, at) + float(stage.tail_us[at])
-                follows_us[str(name)] = max(follows_us[str(name)], after_us)
+                follows_us[name] = max(follows_us[name], after_us)
     there_us: dict[str, float] = defaultdict(float)
     adds = [(job.loss, STEP_LOSS)]
     adds += [((stage, value), GRAD + p.name) for p in job.parameters for stage, _, value in p.grads]

@@ -58,7 +58,7 @@ def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writ
     sources = [SHARD + group[0].tied_to for group in bucket]
     specs = [replace(shard_spec(job, group[0]), dtype=group[0].spec.dtype) for group in bucket]
     if bucket[0][0].own_dtype is not None:
-        ops = in_dtype(f"{name}.cast", sources, specs, [None] * len(bucket))
+        ops = in_dtype(f"{name}.cast", sources, specs, [()] * len(bucket))
         sources = [op.name for op in ops[-len(bucket) :]]
     parts = part_count(job, bucket[0][0])
     source, made = sources[0], specs[0]

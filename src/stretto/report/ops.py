@@ -133,8 +133,8 @@ def _lines(plan: Plan, stage: int, rows: list[OpRow]) -> Iterator[OpLine]:
     results = {
         value: words for phase in PHASES for value, words in results_of(plan.job, stage, phase).items()
     }
-    written = [op for phase in ONCE_PHASES for op in programs[phase] if op.writes is not None]
-    results |= {op.name: [str(op.writes).replace("/", " ", 1)] for op in written if op.target != FREE}
+    written = [op for phase in ONCE_PHASES for op in programs[phase] if op.target != FREE]
+    results |= {op.name: [name.replace("/", " ", 1) for name in op.writes] for op in written if op.writes}
     # What a message, the optimizer or another rank still needs does not end with an op.
     kept = {root.get(name, name) for name in (*results, *(edge.value for edge in edges))}
     last = {root.get(name, name): at for at, row in enumerate(rows) for name in (row.op.name, *row.op.uses)}
@@ -147,8 +147,8 @@ def _lines(plan: Plan, stage: int, rows: list[OpRow]) -> Iterator[OpLine]:
             ending[at].append((name, spec.nbytes))
     for at, row in enumerate(rows):
         op, asked = row.op, row.op.collective
-        if op.target == FREE and op.writes is not None:
-            ending[at].append((op.writes, specs[op.writes].nbytes))
+        if op.target == FREE:
+            ending[at] += [(name, specs[name].nbytes) for name in op.writes]
         # A view saves nothing of its own.
         later_phases = readers[op.name] if root.get(op.name, op.name) == op.name else ()
         lane = None if asked is None else lanes.get(asked.axis)
