@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import stretto
 from stretto.ir.action import AFTER, BEFORE, Action, Phase
 from stretto.ir.plan import Plan, Window
-from stretto.ir.program import Job
+from stretto.ir.program import WAIT, Job
+from stretto.ir.updates import UPDATE
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.flat import LARGE_BYTES
@@ -132,7 +134,7 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
 # Orders of last runs. The last gradient is that of the embedding, much larger than any other.
 
 
-def late(dp: int = 2, **parallel: int) -> Job:
+def late(dp: int = 2, **parallel: Any) -> Job:
     """A Llama on accelerators that compute for much longer than they reduce."""
     with torch.device("meta"):
         model = LlamaForCausalLM(
@@ -185,6 +187,14 @@ def test_sums_that_need_others_start_inside_windows() -> None:
     starts = {op.name for op in plan.once(0) if op.kind is not None}
     assert not closing.actions
     assert starts.isdisjoint(str(item.ref) for item in closing.items)
+
+
+def test_updates_run_while_later_gradients_are_under_way() -> None:
+    plan = stretto.plan(late(zero=1, updates=True), accelerators(), order="list")
+    ops = {op.name: op for op in plan.once(0)}
+    closing = plan.windows[str(plan.orders[0][-1].ref)]
+    targets = [ops[str(item.ref)].target for item in closing.items]
+    assert targets.index(UPDATE) < len(targets) - 1 - targets[::-1].index(WAIT)
 
 
 def test_one_run_may_gather_and_scatter(late_job: Job) -> None:

@@ -301,8 +301,23 @@ def _once(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
                 of_rank.guests[inside[name]].ends.append([*awaited, *of_rank.leads[name]])
         there = {op.name for ops in (of_rank.end, *of_rank.after.values()) for op in ops}
         there |= {op.name for guests in of_rank.guests.values() for op in guests.all_ops}
-        of_rank.end += [op for op in of_rank.program if op.name not in there]
+        of_rank.end = _behind(of_rank.end, [op for op in of_rank.program if op.name not in there])
     return result
+
+
+def _behind(end: Sequence[Op], rest: Sequence[Op]) -> list[Op]:
+    """What comes at the end, and the rest: each op directly behind what it needs, so that the lane works
+    before it waits for others; starts, which have one order on all ranks, and what needs them, behind all."""
+    places = dict[str, int]()
+    for at, op in enumerate(end):
+        places.update(dict.fromkeys((op.name, *op.uses, *op.writes), at))
+    keyed = [(at, op) for at, op in enumerate(end)]
+    for op in rest:
+        at = max((places[name] for name in (*op.uses, *op.writes) if name in places), default=0)
+        at = len(end) if op.kind is not None else at
+        places.update(dict.fromkeys((op.name, *op.uses, *op.writes), at))
+        keyed.append((at, op))
+    return [op for _, op in sorted(keyed, key=lambda one: one[0])]
 
 
 def _gathers(once: _Once, job: Job, order: Sequence[Slot], program: Sequence[Op], overlap: bool) -> None:
