@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from stretto.files.codec import UNWRITTEN
+from stretto.files.codec import UNWRITTEN, WHERE_SET
 from stretto.ir.action import ONCE_PHASES, Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.compared import beside_bound
@@ -179,7 +179,8 @@ class Plan:
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
 
     overlap: what hides communication in this plan; overlap_why: in words, when that is less than the job
-        wishes, or "". schedule_why: in words, what "auto" has chosen the schedule from, or "".
+        wishes, or "". schedule_why: in words, what "auto" has chosen the schedule from, or "". zero_why: in
+        words, how long of sharded state what is full stays so, and what else was tried, or "".
     edited: whether it was read from a file whose job was edited after it was written.
     """
 
@@ -193,6 +194,7 @@ class Plan:
     overlap: OverlapMode = "local"
     overlap_why: str = ""
     schedule_why: str = ""
+    zero_why: str = field(default="", metadata=WHERE_SET)
     edited: bool = field(default=False, metadata=UNWRITTEN)
 
     @property
@@ -307,6 +309,7 @@ class Plan:
             ("recompute", self._recompute() if self.job.recompute != "none" else ""),
             *((f"exposed by {self.counted}", text) for text in exposed or [f"{ms(result.exposed_us)} ms"]),
             ("hidden", hidden or "nothing is communicated"),
+            ("zero", f"{self.job.zero}: {self.zero_why}" if self.zero_why else ""),
             ("overlap", self.overlap + (f": {self.overlap_why}" if self.overlap_why else "")),
             (f"bubble by {self.counted}", f"{ms(result.bubble_us)} ms"),
             (f"peak by {self.counted}", f"{', '.join(f'{b / 2**20:.0f}' for b in result.peak_bytes)} MiB"),

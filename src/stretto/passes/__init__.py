@@ -56,10 +56,10 @@ STEP_PASSES = (
     OfStep(messages_in_parts),  # what tensor-parallel ranks have replicated crosses in parts
     OfStep(sent_once),  # a value that several stages of a rank read is sent there once
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
+    OfStep(auto_scattered, tried=True),  # gradients are to be scattered where made, if planning is to say
+    OfStep(auto_gathered, tried=True),  # parameters are to be gathered where read too, if planning is to say
     OfStep(recomputed),  # what the backward computes again instead of keeping it
-    OfStep(sharded_state),  # parameters are gathered where they are read, gradients scattered where made
-    OfStep(auto_scattered, tried=True),  # gradients alone, where planning is to say
-    OfStep(auto_gathered, tried=True),  # both, where planning is to say
+    OfStep(sharded_state),  # both, as was asked for
 )
 
 

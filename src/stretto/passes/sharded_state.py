@@ -19,8 +19,8 @@ so, with `zero = 3` parameters are gathered so as well. With `zero = "auto"` pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
@@ -33,31 +33,45 @@ from stretto.passes.rows import CAST, buckets_of, gathered
 from stretto.passes.step import Context, LeftOutError, Step
 
 
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """What stays for longer than a program. step: (stage, tied group) that is gathered once a step. backward:
+    (stage, tied group) that the forward gathers for the backward too. gradients: tied groups that are added
+    up in full, and scattered once a step."""
+
+    step: Collection[tuple[int, str]] = ()
+    backward: Collection[tuple[int, str]] = ()
+    gradients: Collection[str] = ()
+
+
 def sharded_state(step: Step, context: Context) -> Step:
-    """The step whose programs scatter gradients, and gather parameters, as its `zero` asks for."""
+    """The step whose programs scatter gradients, and gather parameters, as its `zero` asks for; where it is
+    still open what that is, neither."""
     zero = step.job.zero
+    if zero == "auto":
+        return replace(step, job=replace(step.job, zero=1))
     return replace(step, job=in_programs(step.job, gathers=zero == 3)) if zero in (2, 3) else step
 
 
 def auto_scattered(step: Step, context: Context) -> Step:
-    """The step whose programs scatter gradients, where it is open whether they do."""
+    """The step whose programs are to scatter gradients, where it is open whether they do."""
     return _tried(step, 2)
 
 
 def auto_gathered(step: Step, context: Context) -> Step:
-    """The step whose programs also gather parameters, where it is open whether they do."""
+    """The step whose programs are to gather parameters too, where it is open whether they do."""
     return _tried(step, 3)
 
 
 def _tried(step: Step, zero: Zero) -> Step:
     if step.job.zero != "auto":
         raise LeftOutError
-    return replace(step, job=replace(in_programs(step.job, gathers=zero == 3), zero=zero))
+    return replace(step, job=replace(step.job, zero=zero))
 
 
-def in_programs(job: Job, gathers: bool) -> Job:
-    """Step 2, and where it gathers step 1, of all parameters that are kept in rows."""
-    made = _Programs(job, gathers)
+def in_programs(job: Job, gathers: bool, stays: Stays = Stays()) -> Job:
+    """Step 2, and where it gathers step 1, of all parameters that are kept in rows but for what `stays`."""
+    made = _Programs(job, gathers, stays)
     stages = tuple(made.stage(stage) for stage in job.stages)
     return replace(job, stages=stages, parameters=tuple(map(made.parameter, job.parameters)))
 
@@ -65,11 +79,12 @@ def in_programs(job: Job, gathers: bool) -> Job:
 class _Programs:
     """Both steps of one job."""
 
-    def __init__(self, job: Job, gathers: bool) -> None:
+    def __init__(self, job: Job, gathers: bool, stays: Stays) -> None:
         self.job = job
-        self.gathers = gathers
-        kept = {p.name: p for p in job.parameters if p.kept}
-        self.read = {PARAM + name: parameter for name, parameter in kept.items()} if gathers else {}
+        self.stays = stays
+        kept = {p.name: p for p in job.parameters if p.kept and not p.scattered}
+        self.gathers = [p for p in kept.values() if gathers]
+        kept = {name: p for name, p in kept.items() if p.tied_to not in stays.gradients}
         self.grads: dict[tuple[int, Phase], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         """(stage, phase) -> parameter -> values that are parts of its gradient."""
         for parameter in kept.values():
@@ -87,47 +102,54 @@ class _Programs:
     def stage(self, stage: Stage) -> Stage:
         ops = {op.name: op for phase in PHASES for op in stage.ops[phase]}
         programs = dict(stage.ops)
+        stays = self.stays
+        read = {PARAM + p.name: p for p in self.gathers if (stage.index, p.tied_to) not in stays.step}
+        made: dict[str, str] = {}
+        """Parameter (`param/a`) -> what the forward has gathered of it for the backward."""
         for phase in PHASES:
-            program = list(stage.ops[phase])
-            if self.gathers:
-                program = list(self._gathered(stage.index, phase, program, ops))
+            here = {name: parameter for name, parameter in read.items() if name not in made}
+            program = list(self._with_views(phase, stage.ops[phase], ops, here))
+            gathers, renamed = self._gathers(stage.index, phase, program, here)
+            names = made | renamed
+            if phase is Phase.F:
+                made = {n: v for n, v in renamed.items() if (stage.index, read[n].tied_to) in stays.backward}
+            program = list(_with_gathers(program, gathers, names))
             programs[phase] = tuple(self._scattered(stage.index, phase, program))
         return stage_of(stage.index, programs)
 
     # 1. Gathers.
 
-    def _gathered(
-        self, stage: int, phase: Phase, program: Sequence[Op], ops: Mapping[str, Op]
-    ) -> Iterator[Op]:
-        program = list(self._with_views(phase, program, ops))
+    def _gathers(
+        self, stage: int, phase: Phase, program: Sequence[Op], read: Mapping[str, Parameter]
+    ) -> tuple[Mapping[int, Sequence[Op]], dict[str, str]]:
+        """Op's place -> the gathers before it; parameter (`param/a`) -> what is gathered of it."""
         first: dict[str, int] = {}
+        groups: dict[str, dict[str, Parameter]] = defaultdict(dict)
         for at, op in enumerate(program):
             for name in op.uses:
-                if name in self.read:
-                    first.setdefault(self.read[name].tied_to, at)
-        groups: dict[str, list[Parameter]] = defaultdict(list)
-        for name in dict.fromkeys(name for op in program for name in op.uses if name in self.read):
-            groups[self.read[name].tied_to].append(self.read[name])
+                if name in read:
+                    first.setdefault(read[name].tied_to, at)
+                    groups[read[name].tied_to][name] = read[name]
         before: dict[int, list[Op]] = defaultdict(list)
         renamed: dict[str, str] = {}
-        for number, bucket in enumerate(buckets_of(list(groups.values()))):
+        for number, bucket in enumerate(buckets_of([[*group.values()] for group in groups.values()])):
             axis = bucket[0][0].kept[-1]
             made = gathered(self.job, f"{axis}.unshard.{stage}{phase}.{number}", bucket, writes=False)
             names = [PARAM + parameter.name for tied in bucket for parameter in tied]
             renamed.update(zip(names, made.values, strict=True))
             before[min(first[tied[0].tied_to] for tied in bucket)] += made.tail
-        for at, op in enumerate(program):
-            yield from before[at]
-            yield with_uses(op, lambda name: renamed.get(name, name))
+        return before, renamed
 
-    def _with_views(self, phase: Phase, program: Sequence[Op], ops: Mapping[str, Op]) -> Iterator[Op]:
-        """The program with views of parameters that an earlier one has made."""
+    def _with_views(
+        self, phase: Phase, program: Sequence[Op], ops: Mapping[str, Op], read: Mapping[str, Parameter]
+    ) -> Iterator[Op]:
+        """The program with views of these parameters that an earlier one has made."""
         here = {op.name for op in program}
         new: dict[str, str] = {}
 
         def made(name: str) -> Iterator[Op]:
             view = ops.get(name)
-            if name in here or name in new or view is None or view.alias not in self.read:
+            if name in here or name in new or view is None or view.alias not in read:
                 return
             for used in view.uses:
                 yield from made(used)
@@ -187,3 +209,12 @@ class _Programs:
                 yield Op(f"{made}.{number}", ADD, (Ref(total), Ref(value)), (), (spec,))
                 value = f"{made}.{number}"
             total = value
+
+
+def _with_gathers(
+    program: Sequence[Op], gathers: Mapping[int, Sequence[Op]], names: Mapping[str, str]
+) -> Iterator[Op]:
+    """The program with these before the ops at these places, and other values under these names."""
+    for at, op in enumerate(program):
+        yield from gathers.get(at, ())
+        yield with_uses(op, lambda name: names.get(name, name))

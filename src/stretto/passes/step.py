@@ -137,7 +137,8 @@ class Step:
     that a rank may use.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
     before which its send is waited for; others are waited for at the end. ahead: microbatches before that
-    which needs it a receive is posted at the latest, besides what lowering does anyway.
+    which needs it a receive is posted at the latest, besides what lowering does anyway. stays: in words, what
+    of sharded state stays full for longer than a program.
     """
 
     job: Job
@@ -149,6 +150,7 @@ class Step:
     windows: Mapping[str, Window] = field(default_factory=dict)
     sent_before: Mapping[tuple[int, int], int] = field(default_factory=dict)
     ahead: int = 0
+    stays: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ A new way to overlap is one more list here. Variants that begin with the same pa
     1. Estimate: every variant is made over few microbatches (`Step.short`), each window in the order of a
        list, and simulated. One that deadlocks, or keeps more microbatches live than the job allows, is left
        out, with the reason.
-    2. Try: the best few (`TRIED`) are simulated again with the best order of each window that a search finds.
-    3. Search: the best of these is also ordered with one window a rank (`windows.whole_step`).
-    4. The fastest comes first. Costs are off by a percent or two: what shares windows, or needs much more
+    2. Stay: of the best that gathers or scatters in every program, some parameters and gradients stay full
+       for longer, as many as fit, where so much may be gained that it is worth it (`STAY_WORTH`).
+    3. Try: the best few (`TRIED`) are simulated again with the best order of each window that a search finds.
+    4. Search: the best of these is also ordered with one window a rank (`windows.whole_step`).
+    5. The fastest comes first. Costs are off by a percent or two: what shares windows, or needs much more
        memory, comes first only where it gains more (`WORTH`, `HEAVY`).
 
 Where the user chose a policy that orders ops, all variants are estimated with it, and that is all.
@@ -25,23 +27,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
 from stretto.ir.action import Overlap
-from stretto.ir.program import Job, OverlapMode
+from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
+from stretto.passes.sharded_state import sharded_state
+from stretto.passes.stays import KINDS, kept_full
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.finish import reduced_best
 from stretto.planning.schedules import of_short, one_window, paired
+from stretto.planning.tried import WORTH, Tried, Variant, lighter
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
 from stretto.simulating import simulate
-
-Variant = tuple[Pass, ...]
-"""Passes, in order."""
 
 QUICK = "list"
 """The policy that orders ops in estimates."""
@@ -53,27 +56,12 @@ with one more, 1F1B has the warm-up that pairs need, and eager 1F1B has room for
 TRIED = 3
 """Variants that are tried with the best order of each window (step 2)."""
 
-WORTH = 0.98
-"""Of the fastest other step, what one takes at most that overlaps by what costs more memory. Windows that
-microbatches share keep more of them live and meet colder caches, and costs are off by a percent or two:
-without a limit on the network a GPT with tp=2 was promised 1.5 %, and its ops took 5 % longer."""
+STAY_WORTH = 0.005
+"""Of a step's time, what is gained at least where all that fits stays full; where a part stays, so much of
+it. Assumed, as `stretto.planning.finish.WORTH`."""
 
-HEAVY = 1.5
-"""Times the memory of another variant, from where one must gain as much over it. Assumed: who needs the
-memory for a larger model or batch gains more by it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A variant with the step over few microbatches that it takes, and the most bytes of any rank; step_us is
-    0 for one that has no alternative, infinite for one that is there in case that all others are refused.
-    begin: how many of its passes change the job."""
-
-    variant: Variant
-    overlap: OverlapMode
-    step_us: float
-    peak_bytes: int = 0
-    begin: int = 0
+STAYS = tuple(partial(kept_full, first=first, share=share) for first, share in product(KINDS, (1.0, 0.5)))
+"""What may stay full, in place of `sharded_state`."""
 
 
 def begins() -> list[Variant]:
@@ -135,12 +123,14 @@ def names(variant: Variant) -> str:
 
 
 class Variants:
-    """The variants of one step, `first`. missing: why some are not there."""
+    """The variants of one step, `first`. missing: why some are not there; not_full: why none of those is in
+    which more stays full."""
 
     def __init__(self, step: Step, context: Context) -> None:
         self.first = step
         self.context = context
         self.missing: list[str] = []
+        self.not_full = ""
         self._made: dict[tuple[int, Pass], Step | Exception] = {}
         self._tried: dict[Variant, Tried] = {}
 
@@ -176,7 +166,10 @@ class Variants:
         """
         searches = self.context.order == DEFAULT and self.first.asked != "off"
         try:
-            self._estimate(QUICK if searches else self.context.order)
+            quick = replace(self.context, order=QUICK if searches else self.context.order)
+            self._estimate(quick)
+            if len(self._tried) > 1:
+                self._stay(quick)
             if searches and any(one.overlap == "off" for one in self._tried.values()):
                 self._try()
                 self._search()
@@ -186,7 +179,7 @@ class Variants:
             self.context.watch.stop(error)
         return self._best_first()
 
-    def _estimate(self, order: str) -> None:
+    def _estimate(self, context: Context) -> None:
         """Step 1. A variant without others is not simulated."""
         asked = self.first.asked
         variants: list[tuple[Variant, int]] = []
@@ -199,7 +192,7 @@ class Variants:
             [(variant, begin_count)] = variants
             self._tried[variant] = Tried(variant, self.step(variant).overlap, 0.0, 0, begin_count)
             return
-        context, seen = replace(self.context, order=order), set[object]()
+        seen = set[object]()
         for variant, begin_count in variants:
             if self._tried and self.context.watch.stopped:
                 break
@@ -216,8 +209,40 @@ class Variants:
                     raise
                 self._miss(_stops(error))
 
+    def _stay(self, context: Context) -> None:
+        """Step 2. Where the fastest of "auto" fits, and keeps all in full, there is nothing to gain."""
+        best = min(self._tried.values(), key=self._weighed_us)
+        zero = max((one.zero for one in self._tried.values() if one.zero != "auto"), default=0)
+        if zero < 2 or (best.zero in (0, 1) and best.peak_bytes <= (self.first.max_bytes or inf)):
+            return
+        base = min((one for one in self._tried.values() if one.zero == zero), key=self._weighed_us)
+        begin, way = base.variant[: base.begin], base.variant[base.begin :]
+        work_us = self._work_us(begin) - self._work_us(
+            tuple(one for one in begin if one is not sharded_state)
+        )
+        if base.exposed_us + work_us <= STAY_WORTH * base.step_us:
+            self.not_full = "nothing stays full: it would gain nothing"
+            return
+        for stays in STAYS:
+            if self.context.watch.stopped:
+                return
+            variant = (*(stays if one is sharded_state else one for one in begin), *way)
+            try:
+                self.step(variant[: base.begin])
+                self._simulate(variant, base.begin, context, f"variant {len(self._tried) + 1}, ")
+            except (LeftOutError, PlanError) as error:
+                self.not_full = self.not_full or str(error)
+
+    def _work_us(self, begin: Variant) -> float:
+        """What the ops of the few microbatches take on a rank, in the mean."""
+        step = self.step(begin)
+        op_us, short = self.context.costs_of(step.job).op_us, step.short
+        # A view or a wait costs nothing, and need not be named.
+        us = sum(op_us.get((stage, op.name), 0.0) for stage, op in step.job.all_ops)
+        return us * short.microbatches / short.ranks
+
     def _try(self) -> None:
-        """Step 2: of the others than what waits at once, which is in no order; of each number of microbatches
+        """Step 3: of the others than what waits at once, which is in no order; of each number of microbatches
         in a window the best, in case that memory refuses the others. What stops in a better order than a
         list's is no variant."""
         others = sorted((one for one in self._tried.values() if one.overlap != "off"), key=self._weighed_us)
@@ -233,7 +258,7 @@ class Variants:
                 self._miss(_stops(error))
 
     def _search(self) -> None:
-        """Step 3. The windows of a full step have an order for all microbatches: its time is compared by the
+        """Step 4. The windows of a full step have an order for all microbatches: its time is compared by the
         part of the best other variant's that the few microbatches take."""
         others = [one for one in self._tried.values() if one.overlap != "off"]
         first = self.first
@@ -252,9 +277,10 @@ class Variants:
         if first.short is not first.schedule:
             step_us *= best.step_us / reduced_best(lowered(self.step(best.variant), self.context)).step_us
         self._tried[variant] = Tried(variant, "window", step_us, max(timeline.peak_bytes), best.begin)
+        self._tried[variant] = replace(self._tried[variant], zero=best.zero, stays=best.stays)
 
     def _best_first(self) -> list[Tried]:
-        """Step 4."""
+        """Step 5."""
         result = sorted(self._tried.values(), key=self._weighed_us)
         first = result[0]
         if all(one.overlap != "off" for one in result):
@@ -268,14 +294,14 @@ class Variants:
         return [light, *(one for one in result if one is not light)]
 
     def _begins(self) -> list[Variant]:
-        """Those that can be done. Without what is only tried it must be."""
-        plain, *others = begins()
-        self.step(plain)
-        result = [plain]
-        for begin in others:
+        """Those that can be done. Where none can, that without what is only tried says why."""
+        result: list[Variant] = []
+        for begin in begins():
             with suppress(LeftOutError, PlanError):
                 self.step(begin)
                 result.append(begin)
+        if not result:
+            self.step(begins()[0])
         return result
 
     def _simulate(self, variant: Variant, begin: int, context: Context, what: str = "") -> None:
@@ -283,13 +309,18 @@ class Variants:
         before = self.step(variant[:-1])
         made = variant[-1](replace(before, schedule=before.short), context)
         timeline = reduced_best(lowered(made, context))
-        self._tried[variant] = Tried(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin)
+        exposed_us = sum(map(sum, timeline.exposed_axis_us().values()))
+        self._tried[variant] = Tried(
+            *(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin, exposed_us),
+            *(made.job.zero, made.stays),
+        )
 
     def bound_us(self, anywhere: bool = False) -> float:
         """No variant is faster; anywhere: with its stages on any of the ranks. Raises PlanError as
         `best_first` does."""
         bounds_us: list[float] = []
-        for job in (self.step(begin).job for begin in self._begins()):
+        # What stays full takes least: `sharded_state` is the last of these.
+        for job in (self.step(begin[:-1]).job for begin in self._begins()):
             costs = self.context.costs_of(job)
             if anywhere:
                 # One rank takes no longer than all in turn, and a microbatch needs its longest chain.
@@ -317,35 +348,13 @@ class Variants:
         """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
         is no choice."""
         shares = tried.overlap == "window" and not overlaps(self.first)
-        return tried.step_us / WORTH if shares else tried.step_us
+        stays = sum(float(one.keywords["share"]) for one in STAYS if one in tried.variant)
+        return tried.step_us / ((WORTH if shares else 1.0) * (1.0 - STAY_WORTH * stays))
 
 
 def _stops(error: PlanError | TooLargeError) -> str:
     """Why there is no such variant."""
     return f"pairs wait for each other: {error.faults[0]}" if isinstance(error, PlanError) else str(error)
-
-
-def lighter(result: Sequence[Tried]) -> Tried:
-    """Of variants, the fastest first, the one that is to come first: another that overlaps where the first
-    needs much more memory for a gain that is within the error of costs."""
-    first = result[0]
-    close = (one for one in result[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off")
-    return next((one for one in close if HEAVY * one.peak_bytes <= first.peak_bytes), first)
-
-
-def why_less(asked: OverlapMode, chosen: Tried, tried: Sequence[Tried], missing: Sequence[str]) -> str:
-    """Why `chosen`, of all that were `tried`, overlaps less than was asked; "" when it does not."""
-    if chosen.overlap == asked:
-        return ""
-    fastest = min((one.step_us for one in tried if one.overlap == asked), default=None)
-    if fastest is not None:
-        if fastest >= chosen.step_us:
-            times = fastest / chosen.step_us if chosen.step_us else 1.0
-            return f"{asked} is predicted to take {times:.3f} times as long"
-        if asked == "window" and fastest >= WORTH * chosen.step_us:
-            gain = 100.0 * (1.0 - fastest / chosen.step_us)
-            return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can show"
-    return "; ".join(dict.fromkeys(missing)) or f"no {asked} plan is faster"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,12 @@ from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, WITH_LAST_RUNS, policy_of
 from stretto.passes.step import Context, Effort, LeftOutError, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
-from stretto.planning.choose import (
-    WORTH,
-    Tried,
-    Variants,
-    communicates,
-    names,
-    overlaps,
-    why_less,
-)
+from stretto.planning.choose import Variants, communicates, names, overlaps
 from stretto.planning.finish import receives_ahead, reductions_within, sends_waited
 from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.peaks import Peaks
-from stretto.planning.schedules import choose_schedule, forms_with, shorter
+from stretto.planning.schedules import choose_schedule, forms_with, of_short, shorter
+from stretto.planning.tried import WORTH, Tried, why_less, why_zero
 from stretto.planning.windows import lowered
 from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Description, describe, described
@@ -169,7 +162,10 @@ def _finished_if_legal(
         refused.setdefault(one.overlap, error)
         variants.missing.append(f"{one.overlap} is refused: {error.faults[0]}")
     else:
-        yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
+        first, limit = variants.first, variants.step(one.variant[: one.begin]).max_bytes
+        zero_why = why_zero(first.job.zero, one, tried, limit, variants.not_full, of_short(first))
+        less_why = why_less(first.asked, one, tried, variants.missing)
+        yield replace(made, overlap_why=less_why, zero_why=zero_why)
 
 
 def _finished_with_room(variants: Variants, one: Tried) -> Plan:
