@@ -94,7 +94,8 @@ scattered as gradients. An all-reduce is two of them."""
 @dataclass(frozen=True, slots=True)
 class DataRace:
     """One race. Shapes are those of the full model and of one microbatch of a rank. rate: as the lab takes
-    it. levels: values of `zero` that race."""
+    it. levels: values of `zero` that race. memory_bytes: the most that a rank may use, up to which what plans
+    gather may stay."""
 
     rate: str = "unlimited"
     dp: int = 2
@@ -109,6 +110,7 @@ class DataRace:
     rounds: int = 3
     threads_per_rank: int = 1
     dtype: str = "float32"
+    memory_bytes: int = 2**31
 
     @property
     def world(self) -> int:
@@ -232,7 +234,9 @@ def run_worker(setup: DataRace, kept: str = "") -> Any:
         for name, system in systems.items():
             if system.zero == zero:
                 say_on_first(f"planning {name}")
-                plans[name] = make_plan(jobs[zero], costs[zero], overlap=system.overlap)
+                plans[name] = make_plan(
+                    jobs[zero], costs[zero], overlap=system.overlap, max_bytes=setup.memory_bytes
+                )
         runners |= start_runners(plans, model)  # ranks keep other parts at another level
     theirs = {name: make(model, setup.microbatches) for name, make in TORCH.items()}
     # 2. The same numbers.

@@ -41,7 +41,7 @@ class ZeroCell:
     """How a model is trained. `pp` is 1 or 2, with what `schedule` needs of stages; 2 tensor-parallel ranks
     also share the sequence, and 2 expert-parallel ones work in two chunks. A kind of cp has 2 ranks."""
 
-    zero: Literal[0, 1, 2, 3]
+    zero: Literal[0, 1, 2, 3, "auto"]
     dp_shard: int | None = None
     pp: int = 1
     schedule: str = "1f1b"
@@ -54,6 +54,7 @@ class ZeroCell:
     clipped: bool = False
     precision: Literal["float64", "bf16"] = "float64"
     updates: bool = False
+    microbatches: int = MICROBATCHES
 
     @property
     def parallel(self) -> Parallel:
@@ -71,7 +72,7 @@ class ZeroCell:
             ep=self.ep,
             **({"cp": 2, "cp_kind": self.cp_kind} if self.cp_kind else {}),
             ampipe_degree=2 if self.ep > 1 else 1,
-            microbatches=MICROBATCHES,
+            microbatches=self.microbatches,
             schedule=self.schedule,
             recompute=self.recompute,
         )

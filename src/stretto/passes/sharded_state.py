@@ -2,18 +2,20 @@
 where ops read them, and gradients are scattered where ops make them (Rajbhandari et al., "ZeRO", 2020, stages
 2 and 3; Zhao et al., "PyTorch FSDP", 2023).
 
-What is not done here is done once a step: parameters are gathered before their first use
-and stay, gradients are added up in full and scattered after the last addition.
+What is not done here is done once a step: parameters are gathered before their first use and stay, gradients
+are added up in full and scattered after the last addition.
 
     1. A program (F, I or W) gathers what it reads: large parameters by themselves, small ones together, each
        before the first op that reads it. What is gathered goes with its last use in the program, as any value
-       does. A view of a parameter that the forward has left for the backward is made there again.
+       does. A view of a parameter that the forward has left for the backward is made there again. What `Stays`
+       names is gathered once a step instead, or by the forward for the backward too.
     2. The parts of a gradient that a program makes are added up, and scattered behind the last of them, small
        ones together; what is added over microbatches is this rank's rows. They are added in the parameter's
-       own dtype.
+       own dtype. Not so those that `Stays` names.
 
 Starts and waits are ops of the microbatch, ordered as all others are. With `zero = 2` gradients are scattered
 so, with `zero = 3` parameters are gathered so as well. With `zero = "auto"` planning tries both, and neither.
+What stays, where there is memory for it, `stretto.passes.stays` says.
 """
 
 from __future__ import annotations
