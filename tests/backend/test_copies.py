@@ -16,7 +16,8 @@ def test_copies_are_those_of_each_tensor() -> None:
         made = resolve(IN_DTYPE)([torch.nn.Parameter(one) for one in given], dtype=torch.bfloat16)
     for one, source in zip(made, given, strict=True):
         want = torch.ops.aten._to_copy(source, dtype=torch.bfloat16)
-        assert torch.equal(one, want) and one.stride() == want.stride() and one.dtype == want.dtype
+        assert torch.equal(one, want)
+        assert (one.stride(), one.dtype) == (want.stride(), want.dtype)
         assert one.data_ptr() != source.data_ptr() or not source.numel()
         assert not one.requires_grad
 

@@ -7,8 +7,8 @@ are added up in full and scattered after the last addition.
 
     1. A program (F, I or W) gathers what it reads: large parameters by themselves, small ones together, each
        before the first op that reads it. What is gathered goes with its last use in the program, as any value
-       does. A view of a parameter that the forward has left for the backward is made there again. What `Stays`
-       names is gathered once a step instead, or by the forward for the backward too.
+       does. A view of a parameter that the forward has left for the backward is made there again. What
+       `Stays` names is gathered once a step instead, or by the forward for the backward too.
     2. The parts of a gradient that a program makes are added up, and scattered behind the last of them, small
        ones together; what is added over microbatches is this rank's rows. They are added in the parameter's
        own dtype. Not so those that `Stays` names.
