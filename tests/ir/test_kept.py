@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,12 @@ from stretto.ir.kept import (
     part_number,
     part_rows,
     rows_kept,
+    rows_shape,
     state_nbytes,
 )
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.ir.serialize import CODEC, job_text
+from stretto.runtime.rank_tensors import part_of, pieces_of
 from stretto.verifying.memory import bytes_throughout
 from tests.synthetic import make_job
 
@@ -58,6 +61,30 @@ def test_a_number_is_one_row() -> None:
     one = parameter((), "cp", "ep")
     assert [kept_spec(job(), one, at).shape for at in range(6)] == [(), *[(0,)] * 5]
     assert part_rows(job(), one) * part_count(job(), one) == 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((1, 8, 5), (8, 5)), ((2, 3, 5), (6, 5)), ((6, 3, 5), (6, 3, 5)), ((5, 7, 1), (35, 1))],
+)
+def test_a_stack_that_does_not_divide_is_cut_within_its_matrices(
+    shape: tuple[int, ...], rows: tuple[int, ...]
+) -> None:
+    """Of one expert a rank, each rank keeps rows of its matrix; of full matrices one rank would keep all."""
+    one = parameter(shape, "cp")
+    assert rows_shape(job(), one) == rows
+    full = torch.arange(math.prod(shape)).reshape(shape)
+    boxes = []
+    for number in range(3):
+        part = part_of(full, one, job(), {"cp": number})
+        assert part.shape == kept_spec(job(), one, number).shape
+        boxes += pieces_of(part, one, job(), {"cp": number})
+    found = torch.full(shape, -1)
+    for offsets, box in boxes:
+        where = tuple(slice(a, a + n) for a, n in zip(offsets, box.shape, strict=True))
+        assert (found[where] == -1).all()
+        found[where] = box
+    assert torch.equal(found, full)
 
 
 def test_scattering_over_one_axis_after_the_other_leaves_each_rank_its_part() -> None:

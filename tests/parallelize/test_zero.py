@@ -99,6 +99,14 @@ def test_copies_train_to_what_the_plain_model_trains_to(cell: ZeroCell) -> None:
     assert worst_error(training(cell, cell.plan()), plain_training(cell))[0] <= 1e-10
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("experts", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_ranks_keep_rows_of_the_matrices_of_one_expert(zero: int, experts: int) -> None:
+    """One expert a rank, or three, which two ranks cannot share evenly."""
+    cell = ZeroCell(zero, ep=2, experts=experts)  # type: ignore[arg-type]
+    assert worst_error(training(cell, cell.plan()), plain_training(cell))[0] <= 1e-10
+
+
 @pytest.mark.parametrize("row", CELLS)
 def test_parts_train_to_what_the_plain_model_trains_to(row: str) -> None:
     """In bf16, to what copies train to."""

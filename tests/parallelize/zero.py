@@ -53,6 +53,7 @@ class ZeroCell:
     frozen: bool = False
     clipped: bool = False
     precision: Literal["float64", "bf16"] = "float64"
+    experts: int = 4
     updates: bool = False
     microbatches: int = MICROBATCHES
 
@@ -79,7 +80,8 @@ class ZeroCell:
 
     def model(self) -> nn.Module:
         """Its own copy."""
-        model = copy.deepcopy(_model(self.tied)).to(torch.float64 if self.precision == "float64" else None)
+        dtype = torch.float64 if self.precision == "float64" else None
+        model = copy.deepcopy(_model(self.tied, self.experts)).to(dtype)
         for name in FROZEN if self.frozen else ():
             model.get_parameter(name).requires_grad_(False)
         return model
@@ -93,14 +95,14 @@ class ZeroCell:
 
 
 @cache
-def _model(tied: bool) -> MoEGPT:
+def _model(tied: bool, experts: int) -> MoEGPT:
     config = MoEConfig(
         vocab_size=VOCAB,
         layers=2,
         hidden=HIDDEN,
         heads=2,
         context=CONTEXT,
-        experts=4,
+        experts=experts,
         top_k=2,
         expert_ratio=1.5,
         capacity_factor=None,

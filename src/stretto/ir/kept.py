@@ -1,9 +1,10 @@
 """What a rank keeps of a parameter: where several ranks read it in full, some of its rows (`Parameter.kept`).
 
 `Parameter.spec`, which ops read, is cut along dim 0 in as many parts as the axes have ranks, as `torch.chunk`
-cuts: every part has equally many rows, rounded up, and later parts have fewer or none. A number without dims
-counts as one row: the first part is the number, others are vectors of no element. Collectives work on equal
-parts and pad them; what is kept is not padded.
+cuts: every part has equally many rows, rounded up, and later parts have fewer or none. Of a stack of matrices
+(three dims or more) that does not divide so, leading dims are merged until it does: of one expert a rank,
+parts are rows of its matrix. A number without dims counts as one row: the first part is the number, others
+are vectors of no element. Collectives work on equal parts and pad them; what is kept is not padded.
 
 A rank's part goes by its coordinates along the axes, of which the last varies the fastest: what is scattered
 over one axis after the other leaves each rank its part.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from stretto.ir.mesh import Mesh
-from stretto.ir.parameters import STATES
+from stretto.ir.parameters import STATES, Shard
 from stretto.ir.program import Job, Parameter, TensorSpec
 
 
@@ -34,26 +36,44 @@ def part_number(job: Job, parameter: Parameter, coordinates: Mapping[str, int]) 
     return Mesh(tuple((axis, job.size(axis)) for axis in parameter.kept)).rank(coordinates)
 
 
-def rows_of(spec: TensorSpec) -> int:
-    return spec.shape[0] if spec.shape else 1
+def rows_shape(job: Job, parameter: Parameter) -> tuple[int, ...]:
+    """What is cut along dim 0: the shape with its rows, of those that are kept in parts; else as it is."""
+    shape = parameter.spec.shape
+    if not parameter.kept:
+        return shape
+    parts = part_count(job, parameter)
+    while len(shape) > 2 and shape[0] % parts:
+        shape = (shape[0] * shape[1], *shape[2:])
+    return shape or (1,)
+
+
+def rows_shard(job: Job, parameter: Parameter, shard: Shard) -> Shard:
+    """How what is cut along dim 0 (`rows_shape`) is sharded over an axis over which the parameter is."""
+    shape = parameter.spec.shape
+    merged = len(shape) - len(rows_shape(job, parameter))  # into dim 0, besides itself
+    if merged <= 0 or shard.dim > merged:
+        return replace(shard, dim=shard.dim - max(0, merged))
+    return replace(shard, dim=0, blocks=shard.blocks * math.prod(shape[: shard.dim]))
 
 
 def part_rows(job: Job, parameter: Parameter) -> int:
     """Rows of each part for a collective, the last ones of which may be padding."""
-    return -(-rows_of(parameter.spec) // part_count(job, parameter))
+    return -(-rows_shape(job, parameter)[0] // part_count(job, parameter))
 
 
 def rows_kept(job: Job, parameter: Parameter, number: int) -> tuple[int, int]:
     """Where the rows of a part begin and end."""
-    rows, each = rows_of(parameter.spec), part_rows(job, parameter)
+    rows, each = rows_shape(job, parameter)[0], part_rows(job, parameter)
     return min(rows, number * each), min(rows, (number + 1) * each)
 
 
 def kept_spec(job: Job, parameter: Parameter, number: int = 0) -> TensorSpec:
     """Of a part, in the dtype of the model's own parameter; of the first, which is the largest. A parameter
     that is not kept in parts has one."""
+    if not parameter.kept:
+        return parameter.grad_spec
     first, end = rows_kept(job, parameter, number)
-    shape = (end - first, *parameter.spec.shape[1:])
+    shape = (end - first, *rows_shape(job, parameter)[1:])
     return TensorSpec(shape if parameter.spec.shape or first == end else (), parameter.grad_dtype)
 
 
@@ -67,7 +87,7 @@ def shard_spec(job: Job, parameter: Parameter) -> TensorSpec:
     dim of rows."""
     if not parameter.kept:
         return parameter.grad_spec
-    return TensorSpec((part_rows(job, parameter), *parameter.spec.shape[1:]), parameter.grad_dtype)
+    return TensorSpec((part_rows(job, parameter), *rows_shape(job, parameter)[1:]), parameter.grad_dtype)
 
 
 # Bytes on the rank that has most of them: the first.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.ir.flow import PHASES, given_specs
+from stretto.ir.kept import rows_shard
 from stretto.ir.placement import LOCAL, PlacementError, part
 from stretto.ir.placements import Placer
 from stretto.ir.program import PARAM, SHARD, Job, Op, Shard, TensorSpec
@@ -103,7 +104,8 @@ def shards_of(job: Job, axis: str) -> dict[str, Shard]:
     for parameter in job.parameters:
         for shard in parameter.shards:
             if shard.axis == axis:
-                result[PARAM + parameter.name] = result[SHARD + parameter.tied_to] = shard
+                result[PARAM + parameter.name] = shard
+                result[SHARD + parameter.tied_to] = rows_shard(job, parameter, shard)
         if axis in parameter.kept:
             result[SHARD + parameter.tied_to] = Shard(axis, 0)
     return result

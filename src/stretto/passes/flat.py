@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from stretto.ir.collectives import REDUCE_SCATTER
-from stretto.ir.program import GETITEM, VIEW, WAIT, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, VIEW, WAIT, Const, Op, Ref, TensorSpec
 
 LARGE_BYTES = 4 * 2**20
 """What has at least so many bytes travels by itself. Assumed: its transfer takes far longer than a
@@ -20,6 +20,7 @@ collective's latency on any link, and a copy into a bucket would cost memory and
 to it is closed, for the same reason: more would only start later."""
 
 ADD, CAT = "aten.add.Tensor", "aten._chunk_cat.default"
+CLONE, CONTIGUOUS = "aten.clone.default", (("memory_format", Const("memory_format", "contiguous_format")),)
 VIEWS, COPIES = "aten.split_with_sizes.default", "aten.split_with_sizes_copy.default"
 
 T = TypeVar("T")
@@ -62,9 +63,16 @@ def viewed(name: str, source: str, spec: TensorSpec, alias: str, writes: tuple[s
     return Op(name, VIEW, (Ref(source), spec.shape), (), (spec,), alias, writes=writes)
 
 
-def with_rows(name: str, source: str, spec: TensorSpec) -> list[Op]:
-    """What gives a number, which has no dims, one of rows; nothing for what has some."""
-    return [] if spec.shape else [viewed(f"{name}.row", source, TensorSpec((1,), spec.dtype), source)]
+def with_rows(name: str, source: str, spec: TensorSpec, shape: Sequence[int]) -> list[Op]:
+    """What gives the source this shape, with the rows that are cut; nothing where it has it."""
+    if spec.shape == tuple(shape):
+        return []
+    result: list[Op] = []
+    dense = replace(spec, stride=None)
+    if spec.stride is not None:
+        result.append(Op(f"{name}.dense", CLONE, (Ref(source),), CONTIGUOUS, (dense,)))
+        source = result[-1].name
+    return [*result, viewed(f"{name}.row", source, replace(dense, shape=tuple(shape)), source)]
 
 
 def side_by_side(name: str, sources: Sequence[str], parts: int, spec: TensorSpec) -> Op:
@@ -101,26 +109,26 @@ def scattered(
     parts: int,
     sources: Sequence[str],
     given: Sequence[TensorSpec],
+    shapes: Sequence[Sequence[int]],
     writes: Sequence[tuple[str, ...]],
 ) -> Moved:
     """The sum of tensors over an axis, of which each rank gets its rows. parts: in how many the rows are to
-    be cut, by this axis and others that follow; given: of the sources; writes: `Op.writes` of what becomes of
-    each."""
+    be cut, by this axis and others that follow; given: of the sources; shapes: with the rows that are cut;
+    writes: `Op.writes` of what becomes of each."""
     target, total = REDUCE_SCATTER.target, f"{name}.sum"
-    first = replace(given[0], stride=None)
-    if len(given) == 1 and first.shape and first.shape[0] % parts == 0:
-        made = replace(first, shape=(first.shape[0] // size, *first.shape[1:]))
-        start = Op(name, target, (Ref(sources[0]), "sum", axis, size), (), (made,))
-        tail = [Op(total, WAIT, (Ref(name),), (), (made,), name, writes=writes[0])]
-        return Moved([start], tail, [total], [made])
     lead: list[Op] = []
     rowed: list[str] = []
     specs: list[TensorSpec] = []
-    for at, (source, spec) in enumerate(zip(sources, given, strict=True)):
-        lead += with_rows(f"{name}.{at}", source, spec)
-        rowed.append(source if spec.shape else lead[-1].name)
-        rows = -(-(spec.shape[0] if spec.shape else 1) // parts)
-        specs.append(TensorSpec((rows * (parts // size), *spec.shape[1:]), spec.dtype))
+    for at, (source, spec, shape) in enumerate(zip(sources, given, shapes, strict=True)):
+        views = with_rows(f"{name}.{at}", source, spec, shape)
+        lead += views
+        rowed.append(views[-1].name if views else source)
+        specs.append(TensorSpec((-(-shape[0] // parts) * (parts // size), *shape[1:]), spec.dtype))
+    first = specs[0]
+    if len(given) == 1 and shapes[0][0] % parts == 0:
+        lead.append(Op(name, target, (Ref(rowed[0]), "sum", axis, size), (), (first,)))
+        tail = [Op(total, WAIT, (Ref(name),), (), (first,), name, writes=writes[0])]
+        return Moved(lead, tail, [total], [first])
     sizes = [spec.numel * size // parts for spec in specs]
     flat = TensorSpec((parts, sum(sizes)), first.dtype)
     made = replace(flat, shape=(parts // size, sum(sizes)))

@@ -62,7 +62,7 @@ def gathered(job: Job, name: str, bucket: Sequence[Sequence[Parameter]], *, writ
         sources = [op.name for op in ops[-len(bucket) :]]
     parts = part_count(job, bucket[0][0])
     source, made = sources[0], specs[0]
-    direct = len(bucket) == 1 and (made.shape[0] * parts, *made.shape[1:]) == bucket[0][0].spec.shape
+    direct = len(bucket) == 1 and made.numel * parts == bucket[0][0].spec.numel
     if not direct:
         made = TensorSpec((1, sum(spec.numel for spec in specs)), specs[0].dtype)
         source = f"{name}.flat"

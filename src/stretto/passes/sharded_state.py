@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.kept import part_count
+from stretto.ir.kept import part_count, rows_shape
 from stretto.ir.parameters import Parameter, Zero
 from stretto.ir.program import PARAM, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.flat import ADD, scattered
@@ -181,13 +181,18 @@ class _Programs:
                 added = list(self._added(where, parameter, grads[parameter.name], specs))
                 here += added
                 values.append(added[-1].name if added else grads[parameter.name][0])
-            given = [parameter.grad_spec for parameter in parameters]
+            given = [
+                replace(parameter.grad_spec, stride=spec.stride if (spec := specs.get(value)) else None)
+                for parameter, value in zip(parameters, values, strict=True)
+            ]
+            shapes: Sequence[Sequence[int]] = [rows_shape(self.job, parameter) for parameter in parameters]
             parts = part_count(self.job, parameters[0])
             for axis in parameters[0].kept:
                 size, start = self.job.size(axis), f"{axis}.scatter.{stage}{phase}.{number}"
-                made = scattered(start, axis, size, parts, values, given, [()] * len(values))
+                made = scattered(start, axis, size, parts, values, given, shapes, [()] * len(values))
                 here += [*made.lead, *made.tail]
                 values, given, parts = made.values, made.specs, parts // size
+                shapes = [spec.shape for spec in given]
             behind[max(ends[parameter.name] for parameter in parameters)] += here
             for parameter, value in zip(parameters, values, strict=True):
                 self.scattered[parameter.name].append((stage, phase, value))

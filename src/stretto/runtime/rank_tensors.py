@@ -9,6 +9,7 @@ one on "meta", if it may be       memory for this rank's part, without values ye
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
-from stretto.ir.kept import kept_spec, part_number, rows_kept, shard_spec
+from stretto.ir.kept import kept_spec, part_number, rows_kept, rows_shape, shard_spec
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
@@ -65,7 +66,8 @@ def part_of(
         return full
     number = part_number(job, parameter, coordinates)
     first, end = rows_kept(job, parameter, number)
-    return _rows(full)[first:end].reshape(kept_spec(job, parameter, number).shape)
+    rows = full.reshape(rows_shape(job, parameter))
+    return rows[first:end].reshape(kept_spec(job, parameter, number).shape)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +87,7 @@ def pieces_of(
     first, end = rows_kept(job, parameter, number)
     if number and first == end:
         return []
-    result = [((first, *(0,) * (len(shape) - 1)) if shape else (), part)]
+    result = [((0,) * len(shape), part)] if not parameter.kept else [*_boxes(part, first, end, shape)]
     for shard in parameter.shards:
         parts, at = shard.parts(job.size(shard.axis)), shard.part(coordinates[shard.axis])
         dim, rows = shard.dim, shape[shard.dim] // shard.blocks
@@ -100,6 +102,21 @@ def pieces_of(
                     boxes.append(((*offsets[:dim], place, *offsets[dim + 1 :]), piece))
         result = boxes
     return result
+
+
+def _boxes(
+    part: torch.Tensor, first: int, end: int, shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Where rows from `first` to `end` of a tensor, whose leading dims may be merged, lie in it."""
+    if len(shape) <= part.dim():
+        yield (first, *(0,) * (len(shape) - 1)) if shape else (), part
+        return
+    each = max(1, math.prod(shape[1 : len(shape) - part.dim() + 1]))  # rows of one of dim 0
+    for at in range(first // each, -(-end // each)):
+        begin, stop = max(first, at * each), min(end, (at + 1) * each)
+        rows = part.narrow(0, begin - first, stop - begin)
+        for offsets, box in _boxes(rows, begin - at * each, stop - at * each, shape[1:]):
+            yield (at, *offsets), box.unsqueeze(0)
 
 
 def join(parts: Sequence[torch.Tensor], parameter: Parameter, job: Job, copy: int = 0) -> torch.Tensor:
@@ -204,8 +221,8 @@ class RankTensors:
                 assert isinstance(result, nn.Parameter)
                 part = self.parameters[k] = self._part(parameter, result)
                 rows = {0} if parameter.kept else set()  # also where the first part has all of them
-                dims = range(result.dim())
-                if cut := tuple(d for d in dims if d in rows or part.shape[d] != result.shape[d]):
+                sizes = result.shape[result.dim() - part.dim() :]  # leading dims may be merged
+                if cut := tuple(d for d, n in enumerate(sizes) if d in rows or part.shape[d] != n):
                     self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
         for k, buffer in enumerate(self.plan.job.buffers):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import ALL_REDUCE, KINDS, REDUCE_SCATTER, Kind
-from stretto.ir.kept import added_spec
+from stretto.ir.kept import added_spec, rows_shape
 from stretto.ir.plan import LOSS
 from stretto.ir.program import (
     FREE,
@@ -199,10 +199,13 @@ class _RankReductions:
         if kind is ALL_REDUCE:
             made = _summed(name, lane, size, given)
         else:
-            parts = math.prod(self._job.size(axis) for axis in self._left(groups[0].parameter, lane))
+            left = self._left(groups[0].parameter, lane)
+            parts = math.prod(self._job.size(axis) for axis in left)
             grads = [GRAD + parameter.name for parameter, _ in given]
             specs = [spec for _, spec in given]
-            made = scattered(name, lane, size, parts, grads, specs, [(grad,) for grad in grads])
+            first = left == groups[0].parameter.kept
+            shapes = [rows_shape(self._job, p) if first else spec.shape for p, spec in given]
+            made = scattered(name, lane, size, parts, grads, specs, shapes, [(grad,) for grad in grads])
             self._specs.update(zip(names, made.specs, strict=True))
         return Moved([*merging, *made.lead], made.tail)
 
@@ -252,8 +255,9 @@ def _summed(name: str, lane: str, size: int, given: Given) -> Moved:
             tail += _from_slot(here, source, spec, shard, size)
             sources.append(f"{here}.slots")
         else:
-            lead += with_rows(here, source, spec)
-            sources.append(lead[-1].name if not spec.shape else source)
+            rows = with_rows(here, source, spec, spec.shape or (1,))
+            lead += rows
+            sources.append(rows[-1].name if rows else source)
             tail.append(viewed(f"{here}.grad", here, spec, flat, writes=(source,)))
     row = TensorSpec((1, sum(sizes)), given[0][1].dtype)
     lead.append(side_by_side(flat, sources, 1, row))

@@ -8,11 +8,11 @@ gradients of its tie, each once, and placed as before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from stretto.ir.axes import Sums, sums_of
 from stretto.ir.flow import given_specs
-from stretto.ir.kept import shard_spec
+from stretto.ir.kept import rows_shard, shard_spec
 from stretto.ir.placement import EQUAL, LOCAL, SUM, Placement, PlacementError, part
 from stretto.ir.placements import Placer
 from stretto.ir.plan import LOSS, NORM, Plan
@@ -27,6 +27,7 @@ from stretto.ir.program import (
     Op,
     Parameter,
     Ref,
+    Shard,
     TensorSpec,
 )
 from stretto.ir.transfers import tied_ranks
@@ -151,10 +152,11 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     for axis, size in job.axes:
         if size > 1:
             begin = {GRAD + p.name: _before(p, axis, size) for p in here}
-            begin |= {SHARD + p.tied_to: _as_kept(p, axis, size) for p in made}
-            end = {GRAD + p.name: _as_kept(p, axis, size) for p in here}
-            end |= {name: _as_sharded(p, axis, size) for p in made if (name := PARAM + p.name) in written}
-            kept = {name: _as_kept(p, axis, size) for name, p in changed.items()}
+            begin |= {SHARD + p.tied_to: _as_kept(job, p, axis, size) for p in made}
+            end = {GRAD + p.name: _as_kept(job, p, axis, size) for p in here}
+            read = {PARAM + p.name: p.shards for p in made if PARAM + p.name in written}
+            end |= {name: _as_sharded(shards, axis, size) for name, shards in read.items()}
+            kept = {name: _as_kept(job, p, axis, size) for name, p in changed.items()}
             yield from proved(axis, size, begin | kept, end | kept, axis)
     for name in tied:
         copies = {GRAD + p.name: SUM for p in here if p.tied_to == name}
@@ -208,7 +210,7 @@ def _copies(rank: int, op: Op, job: Job) -> Iterator[Fault]:
 
 def _before(parameter: Parameter, axis: str, size: int) -> Placement:
     """What a rank has of a gradient before it is reduced."""
-    if (sharded := _as_sharded(parameter, axis, size)) != EQUAL:
+    if (sharded := _as_sharded(parameter.shards, axis, size)) != EQUAL:
         return sharded
     if parameter.scattered and axis in parameter.kept:
         return part(0)
@@ -216,14 +218,16 @@ def _before(parameter: Parameter, axis: str, size: int) -> Placement:
     return SUM if summed else EQUAL
 
 
-def _as_sharded(parameter: Parameter, axis: str, size: int) -> Placement:
-    """What a rank has of a parameter, as ops read it."""
-    shard = next((one for one in parameter.shards if one.axis == axis), None)
+def _as_sharded(shards: Iterable[Shard], axis: str, size: int) -> Placement:
+    """What a rank has of what is sharded so."""
+    shard = next((one for one in shards if one.axis == axis), None)
     if shard is None or shard.parts(size) == 1:
         return EQUAL
     return LOCAL if shard.copies > 1 else part(shard.dim, shard.blocks)
 
 
-def _as_kept(parameter: Parameter, axis: str, size: int) -> Placement:
+def _as_kept(job: Job, parameter: Parameter, axis: str, size: int) -> Placement:
     """What a rank keeps of a parameter."""
-    return part(0) if axis in parameter.kept else _as_sharded(parameter, axis, size)
+    if axis in parameter.kept:
+        return part(0)
+    return _as_sharded([rows_shard(job, parameter, shard) for shard in parameter.shards], axis, size)
