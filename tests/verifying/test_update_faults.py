@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from stretto.ir.action import AFTER, BEFORE
+from stretto.ir.action import AFTER, BEFORE, ONCE
 from stretto.ir.plan import NORM, Item, ItemKind, Plan
 from stretto.ir.program import FREE, WAIT, Op, Ref, Stage
 from stretto.ir.updates import SQUARES, UPDATE, update_op, updated
@@ -106,11 +106,30 @@ def test_a_parameter_that_is_read_after_its_update_is_refused() -> None:
     assert f"after {updates(given)[-1].name} has changed it" in said
 
 
+def in_first_window(given: Plan, reads: str, behind: int) -> str:
+    """What is said of a plan in which the update of the rows that an op reads stands so many items behind
+    that op, in the first window."""
+    name = next(
+        op.name for op in given.once(0, BEFORE) if op.uses[0].startswith("shard/") and reads in op.target
+    )
+    rows = next(op.uses[0] for op in given.once(0, BEFORE) if op.name == name)
+    update = next(op for op in updates(given) if any(rows in names for _, names in updated(op)))
+    run = next(i for i in given.orders[0] if str(i.ref) in given.windows)
+    window = given.windows[str(run.ref)]
+    assert BEFORE in {phase for _, phase in window.parts}
+    made = replace(run, microbatches=(*run.microbatches, ONCE))
+    window = replace(window, parts=(*window.parts, (0, AFTER)))
+    window = replace(window, shares=window.bound(made.microbatches))
+    order = tuple(made if i is run else i for i in given.orders[0])
+    changed = replace(
+        given, windows={**given.windows, window.name: window}, orders=(order, *given.orders[1:])
+    )
+    at = next(k for k, item in enumerate(window.items) if item.ref == name)
+    return faults(moved(changed, update.name, window.name, at + behind))
+
+
 def test_rows_that_are_gathered_after_their_update_are_refused() -> None:
-    given = plan(1)
-    first, *others = given.orders[0]
-    assert BEFORE in {phase for _, phase in given.windows[str(first.ref)].parts}
-    said = faults(replace(given, orders=((*others, first), *given.orders[1:])))
+    said = in_first_window(plan(1), "", 0)
     assert "reads shard/" in said
     assert "has changed it. Move it before that" in said
 
@@ -118,21 +137,7 @@ def test_rows_that_are_gathered_after_their_update_are_refused() -> None:
 def test_rows_that_are_updated_while_they_are_gathered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat, "LARGE_BYTES", 1)  # each travels by itself, from where it is
     given = ZeroCell(1, pp=2, tied=True, updates=True).plan()
-    windows = {w.name: w for w in given.windows.values() if BEFORE in {phase for _, phase in w.parts}}
-    gathers = [op for op in given.once(0, BEFORE) if op.kind is not None and op.uses[0].startswith("shard/")]
-    by = {name: op for op in updates(given) for _, names in updated(op) for name in names}
-    update = next(by[op.uses[0]] for op in gathers)
-    window = next(w for w in windows.values() if w.actions)
-    both = replace(window, parts=(*window.parts, (0, AFTER)))
-    runs = [
-        replace(i, microbatches=(*i.microbatches, -1)) if str(i.ref) == window.name else i
-        for i in given.orders[0]
-    ]
-    changed = replace(
-        given, windows={**given.windows, window.name: both}, orders=(tuple(runs), *given.orders[1:])
-    )
-    said = faults(moved(changed, update.name, window.name, 0))
-    assert "is under way in its memory" in said
+    assert "is under way in its memory" in in_first_window(given, "all_gather", 1)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
