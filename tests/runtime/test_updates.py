@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import stretto
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.runtime import updates
 from stretto.train.clip import GradientClip
 from stretto.verifying import plan_faults
 from tests.clusters import cores
+from tests.parallelize.equality import batch_of
+from tests.parallelize.test_key_heads import hf
 from tests.parallelize.zero import (
     ZeroCell,
     assert_same_parameters,
@@ -27,28 +31,35 @@ from tests.parallelize.zero import (
     training,
     worst_error,
 )
+from tests.runtime.equality import huggingface_loss
 
 CELLS = [
-    ZeroCell(0),
     ZeroCell(0, tied=True, frozen=True),
     ZeroCell(1, pp=2, tied=True, frozen=True),
+    ZeroCell(1, precision="bf16", pp=2),
+]
+SLOW_CELLS = [
+    ZeroCell(0),
     ZeroCell(1, dp_shard=2, tp=2),
     ZeroCell(3, recompute="full", tied=True),
     ZeroCell(2, ep=2),
-    ZeroCell(1, precision="bf16", pp=2),
     ZeroCell(0, precision="bf16", tied=True),
 ]
-
-
 CLIPPED = [
-    ZeroCell(0, tied=True, clipped=True),
     ZeroCell(1, pp=2, tied=True, frozen=True, clipped=True),
     ZeroCell(1, dp_shard=2, tp=2, clipped=True),
+]
+SLOW_CLIPPED = [
+    ZeroCell(0, tied=True, clipped=True),
     ZeroCell(3, ep=2, clipped=True),
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def slow(cells: Sequence[Any]) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.slow) for one in cells]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *slow(SLOW_CELLS)], ids=str)
 def test_updates_are_those_of_the_optimizers_own_step(cell: ZeroCell) -> None:
     with_updates = replace(cell, updates=True)
     plan = with_updates.plan()
@@ -60,7 +71,7 @@ def test_updates_are_those_of_the_optimizers_own_step(cell: ZeroCell) -> None:
         assert error < 1e-10, name
 
 
-@pytest.mark.parametrize("cell", CLIPPED, ids=str)
+@pytest.mark.parametrize("cell", [*CLIPPED, *slow(SLOW_CLIPPED)], ids=str)
 def test_the_norm_is_that_of_all_gradients(cell: ZeroCell) -> None:
     """As `GradientClip` has it, and the plain model."""
     with_updates = replace(cell, updates=True)
@@ -169,6 +180,12 @@ def test_an_optimizer_without_updates_and_updates_without_one_are_refused() -> N
         Parallel(clip_norm=1.0)
 
 
+def test_a_graph_of_the_step_holds_no_optimizer() -> None:
+    plan = one_rank(Parallel(updates=True), optimizer=adamw).plan
+    with pytest.raises(UsageError, match=r"cuda_graph=True replays what was recorded"):
+        updates.optimizer_of(plan, adamw, [], cuda_graph=True)
+
+
 def test_gradients_that_are_gone_are_not_clipped() -> None:
     runner = one_rank(Parallel(updates=True), optimizer=adamw)
     with pytest.raises(UsageError, match=r"no gradients are left to clip"):
@@ -248,8 +265,11 @@ STAGES = {
 }
 
 
+FAST = ("one rank", "two pipeline ranks", "copies too")
+
+
 @pytest.mark.parametrize("frozen", [(), ("head", "blocks.1", "blocks.2", "blocks.3", "norm")], ids=str)
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*FAST, *slow([name for name in STAGES if name not in FAST])])
 def test_few_ranks_have_little_to_reduce(name: str, frozen: tuple[str, ...]) -> None:
     """Tied parameters on one rank and on two; a rank that trains nothing but for a tie, or nothing at all."""
     parallel = STAGES[name].model_copy(update={"updates": True, "clip_norm": 0.1})
@@ -279,3 +299,30 @@ def test_few_ranks_have_little_to_reduce(name: str, frozen: tuple[str, ...]) -> 
         assert found == pytest.approx(float(norm), rel=1e-12)
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_head_that_ranks_share_counts_once(zero: Any) -> None:
+    model = hf("LlamaForCausalLM", 2)
+    parallel = Parallel(tp=4, dp=2, zero=zero, microbatches=2, updates=True, clip_norm=0.1)
+    job = stretto.capture(model, batch_of(), huggingface_loss, parallel)
+    assert any(shard.copies == 2 for p in job.parameters for shard in p.shards)
+    plan = stretto.plan(job, cores(), order="list")
+    assert plan_faults(plan) == []
+
+    def work(runner: stretto.Runner) -> tuple[dict[str, Any], float]:
+        runner.step(batch_of())
+        return runner.state_dict(), float(runner.grad_norm)
+
+    results = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work, optimizer=adamw)
+    plain = copy.deepcopy(model)
+    own = adamw([*plain.parameters()])
+    huggingface_loss(plain, batch_of()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    own.step()
+    for state, found in results:
+        assert found == pytest.approx(float(norm), rel=1e-6)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)

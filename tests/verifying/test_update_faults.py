@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from stretto.ir.action import AFTER, BEFORE, ONCE
-from stretto.ir.plan import NORM, Item, ItemKind, Plan
+from stretto.ir.action import AFTER, BEFORE, ONCE, Phase
+from stretto.ir.plan import NORM, Item, ItemKind, Plan, shares_of
 from stretto.ir.program import FREE, WAIT, Op, Ref, Stage
 from stretto.ir.updates import SQUARES, UPDATE, update_op, updated
 from stretto.passes import flat
@@ -32,22 +32,29 @@ def updates(given: Plan) -> list[Op]:
     return [op for op in given.once(0) if op.target == UPDATE]
 
 
-def moved(given: Plan, name: str, window: str, at: int) -> Plan:
-    """A plan in which an op that runs once a step stands elsewhere, in a window that has such ops."""
+def moved(given: Plan, name: str, window: str, at: int, phase: Phase = AFTER) -> Plan:
+    """A plan in which an op that runs once a step is elsewhere on the first rank."""
+    own = [given.windows[str(i.ref)] for i in given.orders[0] if str(i.ref) in given.windows]
     [(source, item)] = [
         (w.name, item)
-        for w in given.windows.values()
+        for w in {w.name: w for w in own}.values()
         for item in w.items
-        if item.ref == name and item.kind is ItemKind.OP
+        if item.ref == name and item.kind is ItemKind.OP and w.parts[item.part][1] is phase
     ]
-    windows = dict(given.windows)
-    kept = tuple(one for one in windows[source].items if one != item)
-    windows[source] = replace(windows[source], items=kept)
-    part = next(k for k, (_, phase) in enumerate(windows[window].parts) if phase is AFTER)
-    items = list(windows[window].items)
-    items.insert(at, Item(ItemKind.OP, part, name))
-    windows[window] = replace(windows[window], items=tuple(items))
-    return replace(given, windows=windows)
+    windows, orders = dict(given.windows), [list(order) for order in given.orders]
+    windows[source] = replace(windows[source], items=tuple(i for i in windows[source].items if i != item))
+    into = windows[window]
+    if (0, phase) not in into.parts:
+        into = replace(into, parts=(*into.parts, (0, phase)))
+        for k, run in enumerate(orders[0]):
+            if run.ref == window:
+                orders[0][k] = replace(run, microbatches=(*run.microbatches, ONCE))
+                bound = zip((stage for stage, _ in into.parts), orders[0][k].microbatches, strict=True)
+                into = replace(into, shares=shares_of(bound))
+    items = list(into.items)
+    items.insert(at, Item(ItemKind.OP, into.parts.index((0, phase)), name))
+    windows[window] = replace(into, items=tuple(items))
+    return replace(given, windows=windows, orders=tuple(map(tuple, orders)))
 
 
 def last_window(given: Plan) -> str:
@@ -106,30 +113,21 @@ def test_a_parameter_that_is_read_after_its_update_is_refused() -> None:
     assert f"after {updates(given)[-1].name} has changed it" in said
 
 
-def in_first_window(given: Plan, reads: str, behind: int) -> str:
-    """What is said of a plan in which the update of the rows that an op reads stands so many items behind
-    that op, in the first window."""
-    name = next(
-        op.name for op in given.once(0, BEFORE) if op.uses[0].startswith("shard/") and reads in op.target
+def gathered_early(given: Plan) -> tuple[Op, str, int]:
+    """An op of the first rank that reads rows to gather them, a start if there is one, its window, and where
+    it is there."""
+    reading = [op for op in given.once(0, BEFORE) if any(name.startswith("shard/") for name in op.uses)]
+    op = max(reading, key=lambda op: op.kind is not None)
+    return next(
+        (op, w.name, at) for w in given.windows.values() for at, i in enumerate(w.items) if i.ref == op.name
     )
-    rows = next(op.uses[0] for op in given.once(0, BEFORE) if op.name == name)
-    update = next(op for op in updates(given) if any(rows in names for _, names in updated(op)))
-    run = next(i for i in given.orders[0] if str(i.ref) in given.windows)
-    window = given.windows[str(run.ref)]
-    assert BEFORE in {phase for _, phase in window.parts}
-    made = replace(run, microbatches=(*run.microbatches, ONCE))
-    window = replace(window, parts=(*window.parts, (0, AFTER)))
-    window = replace(window, shares=window.bound(made.microbatches))
-    order = tuple(made if i is run else i for i in given.orders[0])
-    changed = replace(
-        given, windows={**given.windows, window.name: window}, orders=(order, *given.orders[1:])
-    )
-    at = next(k for k, item in enumerate(window.items) if item.ref == name)
-    return faults(moved(changed, update.name, window.name, at + behind))
 
 
 def test_rows_that_are_gathered_after_their_update_are_refused() -> None:
-    said = in_first_window(plan(1), "", 0)
+    given = plan(1)
+    end = str(given.orders[0][-1].ref)
+    op, _, _ = gathered_early(given)
+    said = faults(moved(given, op.name, end, len(given.windows[end].items), BEFORE))
     assert "reads shard/" in said
     assert "has changed it. Move it before that" in said
 
@@ -137,7 +135,11 @@ def test_rows_that_are_gathered_after_their_update_are_refused() -> None:
 def test_rows_that_are_updated_while_they_are_gathered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat, "LARGE_BYTES", 1)  # each travels by itself, from where it is
     given = ZeroCell(1, pp=2, tied=True, updates=True).plan()
-    assert "is under way in its memory" in in_first_window(given, "all_gather", 1)
+    start, window, at = gathered_early(given)
+    assert start.kind is not None
+    update = next(op for op in updates(given) if start.uses[0] in op.writes)
+    said = faults(moved(given, update.name, window, at + 1))
+    assert f"while {start.name} is under way in its memory" in said
 
 
 @pytest.mark.parametrize("zero", [0, 1])

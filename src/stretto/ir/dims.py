@@ -75,6 +75,8 @@ def _pointwise(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         linear = each(0)
     elif op.target == "aten.where.self":
         linear = (frozenset((1, 2)),)
+    elif op.target == "aten.where.ScalarOther" and op.args[2] == 0:
+        linear = each(1)
     elif op.target == "aten.masked_fill.Scalar" and op.args[2] == 0:
         linear = each(0)
     return Dims(inputs, tuple(labels_of(len(shape)) for _ in op.outputs), linear=linear)

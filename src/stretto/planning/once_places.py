@@ -78,13 +78,15 @@ def once_places(
         behind.append({})
         for start, lead in of_rank.leads.items():
             reads = {name for op in lead for name in op.uses if name in adds}
-            if not start or not reads:  # of nothing that is added: it comes at the end
+            tail = of_rank.tails.get(start, ())
+            made = [(name, start) for op in tail for name in op.writes if name in adds]
+            if not made:  # it reduces nothing that is added up: it comes at the end
                 continue
             behind[rank][start] = {changed[name] for name in reads if name in changed}
             if not behind[rank][start]:
-                ends = (runs[made] for name in reads for made in adds[name] if made in runs)
+                ends = (runs[added] for name in reads for added in adds[name] if added in runs)
                 early[start][rank] = max(ends, default=-1)
-            changed.update((name, start) for op in of_rank.tails[start] for name in op.writes)
+            changed.update(made)
     losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):

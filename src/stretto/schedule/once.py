@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Schedule
-from stretto.ir.axes import BY_NAME, PIPELINE
+from stretto.ir.axes import PIPELINE
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import LOSS, NORM, Communicator
 from stretto.ir.program import WAIT, Job, Op, Stage
@@ -60,27 +61,32 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
 
 def around_starts(program: Sequence[Op]) -> tuple[dict[str, list[Op]], dict[str, list[Op]]]:
     """Start -> the ops before it that no other start has, itself last; and its wait with what reads it, a
-    start that follows from it too. "" -> what leads to no start. What reads several waits is behind none of
-    them, nor is what reads it, nor a start that joins pipeline ranks, as these have one order on all."""
+    start that follows from it too. "" -> what leads to no start. What of that concerns nothing but what one
+    wait has changed is behind this wait."""
     leads: dict[str, list[Op]] = {}
     tails: dict[str, list[Op]] = {}
     tail_of: dict[str, str] = {}
-    written: dict[str, str] = {}
+    changed: dict[str, set[str]] = defaultdict(set)
     open_ops: list[Op] = []
     for op in program:
-        waits = {tail_of[name] for name in op.uses if name in tail_of}
-        waits |= {written[name] for name in op.uses if waits and name in written}
-        if op.target == WAIT and not waits:
-            waits = {op.uses[0]}
-        joins = op.kind is not None and op.lane not in BY_NAME
-        if len(waits) == 1 and "" not in waits and not joins:
-            [tail_of[op.name]] = waits
-            tails.setdefault(tail_of[op.name], []).append(op)
-            written.update(dict.fromkeys(op.writes, tail_of[op.name]))
+        waited = next((tail_of[name] for name in op.uses if name in tail_of), None)
+        if op.target == WAIT:
+            waited = tail_of.get(op.uses[0], op.uses[0])
+        if waited is not None:
+            tail_of[op.name] = waited
+            tails.setdefault(waited, []).append(op)
+            for name in (*op.uses, *op.writes):
+                changed[name].add(waited)
             continue
         open_ops.append(op)
         if op.kind is not None:
             leads[op.name], open_ops = open_ops, []
-        elif waits:
-            tail_of[op.name] = ""
-    return ({"": open_ops} | leads, {"": []} | tails) if open_ops else (leads, tails)
+    left: list[Op] = []
+    for op in open_ops:
+        names = (*op.uses, *op.writes)
+        behind = {start for name in names for start in changed[name]}
+        [start] = behind if len(behind) == 1 else [""]
+        (tails[start] if start else left).append(op)
+        for name in (*names, op.name):
+            changed[name].add(start)
+    return ({"": left} | leads if left else leads), tails

@@ -76,9 +76,10 @@ class _Contents:
     """By name, what has happened to it. Of additions only the last counts: ops read what is complete."""
 
     of: dict[str, int] = field(default_factory=dict)
+    freed: set[str] = field(default_factory=set)
 
     def complete(self, name: str) -> None:
-        self.of[name] = hash((name, self.of.get(name)))
+        self.of[name] = hash((name, self.of.get(name), name in self.freed))
 
     def run(self, op: Op) -> None:
         made = hash((op.name, *(self.of.get(name) for name in op.uses)))
@@ -87,6 +88,7 @@ class _Contents:
             self.of[name] = made
             if op.target == FREE:
                 del self.of[name]
+                self.freed.add(name)
 
 
 @dataclass(slots=True)

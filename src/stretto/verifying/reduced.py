@@ -70,7 +70,7 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
             yield Fault(rank, op.name, f"takes the {op.how} of gradients, or of the loss", 'Write "sum"')
         if op.kind is not None:
             owners = {one for piece in pieces_of(op, made) for one in piece}
-            if op.made.shape or len(owners) == 1:  # and not the norm of all
+            if op.made.shape:  # and not the norm of all, a number
                 summed.update((one, op.lane) for one in owners)
             axes = dict(job.axes)
             fits = owners <= {*lanes[op.lane]} if op.lane in lanes else op.lane in axes
