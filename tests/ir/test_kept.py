@@ -154,10 +154,12 @@ def test_axes_of_settings(given: dict[str, object], axes: dict[str, int], kept: 
             "zero = 1 is about what ranks have copies of; give dp = 2",
         ),
         ({"dp": 4, "dp_shard": 2}, "dp_shard = 2 is about the parts that zero makes"),
-        ({"dp": 4, "zero": 1, "dp_shard": 3}, "give one of 1, 2, 4, or drop it"),
+        ({"dp": 4, "zero": 1, "dp_shard": 3}, "give one of 2, 4, or drop it"),
+        ({"dp": 2, "zero": True}, "zero = 'True': input should be 0, 1, 2, 3 or 'auto'"),
+        ({"dp": 2, "zero": "3"}, "zero = '3': input should be 0, 1, 2, 3 or 'auto'"),
+        ({"dp": 2, "zero": 4}, "zero = 4: input should be 0, 1, 2, 3 or 'auto'"),
         ({"dp": 8, "ep": 4, "zero": 1, "dp_shard": 2}, "give one of 4, 8, or drop it"),
         ({"dp": 4, "zero": 1, "dp_shard": 1}, "dp_shard = 1 leaves no ranks"),
-        ({"dp": 4, "zero": 4}, "zero"),
     ],
 )
 def test_settings_that_do_not_fit(given: dict[str, object], message: str) -> None:

@@ -54,6 +54,20 @@ def test_what_zero_deals_out_is_shared_by_copies(tmp_path: Path) -> None:
     assert grouped.fixed_bytes(LayoutChoice(1, 4, 1, 1, False, 4)) == 14 * n
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_microbatches_gather_and_scatter_is_in_the_estimate(tmp_path: Path, zero: int) -> None:
+    given = settings(tmp_path)
+    parallel = given.parallel.model_copy(update={"pp": 1, "dp": 4, "microbatches": 2, "zero": zero})
+    doing = TuneWork(given.model_copy(update={"parallel": parallel}), 4, CLUSTER, {})
+    candidate = Candidate(LayoutChoice(1, 4, 1, 1, False, 2), "1f1b", 1)
+    block, made = doing.do(Asked(candidate, None, ("none",))), doing.do(Asked(candidate, "list"))
+    assert isinstance(block, TuneBlock)
+    assert isinstance(made, Planned)
+    found = estimate(candidate, block, block.again["none"], CLUSTER)
+    assert bound_us(candidate.layout, block.again["none"]) <= made.step_us
+    assert found.step_us == pytest.approx(made.step_us, rel=0.25)
+
+
 def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:
     candidate = Candidate(LayoutChoice(4, 1, 1, 1, False, 64), "1f1b", 1)
     uneven = replace(EVEN, shares={4: (0.4, 0.2, 0.2, 0.2)})

@@ -29,6 +29,7 @@ from stretto.processor.control_groups import usable_cores
 from stretto.train.interrupt import Stops
 
 if TYPE_CHECKING:
+    from stretto.ir.parameters import Zero
     from stretto.tune.work import Planned, Tuned
 
 
@@ -120,7 +121,7 @@ def tune(
         sys.stdout.flush()
         raise typer.Exit(stops.status)
     if not tuned.planned:
-        raise StrettoError(_nothing(tuned, choices.devices, result))
+        raise StrettoError(_nothing(tuned, choices.devices, result, choices.settings.parallel.zero))
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
@@ -202,7 +203,7 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
     )
 
 
-def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
+def _nothing(tuned: Tuned, devices: int, found: Description, zero: Zero) -> str:
     from stretto.report.grid import format_bytes
 
     if tuned.stopped:
@@ -212,10 +213,11 @@ def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     limit = found.memory_bytes
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
+        dealt = "" if zero else 'parallel.zero = "auto", with which copies share their state, or '
         return (
             f"no layout of {devices} devices fits {format_bytes(limit)} a device: the nearest, {what}, needs "
-            f"about {format_bytes(nbytes)} with the optimizer's state. Give more devices, or devices with as "
-            "much memory, or a smaller batch"
+            f"about {format_bytes(nbytes)} with the optimizer's state. Give {dealt}more devices, or devices "
+            "with as much memory, or a smaller batch"
         )
     why, _ = tuned.dropped.most_common(1)[0]
     return f"no plan can be made: {why}"

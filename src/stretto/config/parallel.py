@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, InstanceOf, field_validator, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
 from stretto.config.stage_text import read_stages
 from stretto.files.settings_file import NamedArguments, Settings
@@ -36,7 +36,9 @@ class ParallelSettings(Settings):
     """Pipeline ranks."""
     dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel copies, each of which takes an equal part of the global batch."""
-    zero: Zero = 0
+    zero: Annotated[
+        Zero, BeforeValidator(lambda given: repr(given) if isinstance(given, bool) else given)
+    ] = 0
     """What data- and context-parallel ranks keep in parts, rows of each parameter, instead of copies: with 1
     the optimizer's state and the parameters that it changes, with 2 also gradients, with 3 also what the
     model computes with; "auto" is the fastest of them that fits a rank's memory."""
@@ -197,7 +199,9 @@ class ParallelSettings(Settings):
                 "True, or drop it, and clip with stretto.train.clip.GradientClip"
             )
         if self.dp % each or each % self.ep:
-            fitting = [n for n in range(1, self.dp + 1) if self.dp % n == 0 == n % self.ep]
+            fitting = [
+                n for n in range(1, self.dp + 1) if self.dp % n == 0 == n % self.ep and n * self.cp > 1
+            ]
             raise ValueError(
                 f"dp_shard = {each} must divide dp = {self.dp} and be a multiple of ep = {self.ep}; give one "
                 f"of {', '.join(map(str, fitting))}, or drop it"

@@ -23,7 +23,7 @@ from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.kept import made_nbytes
-from stretto.ir.parameters import STATES
+from stretto.ir.parameters import STATES, Zero
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
@@ -31,6 +31,7 @@ from stretto.order.policies import list_order, waits_at_once
 from stretto.order.walk import replay
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
+from stretto.passes.sharded_state import in_programs
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
@@ -141,16 +142,21 @@ def block_of(
                 made = recompute(job, word, costs, schedule, lambda *_: ())
             except PlanError:
                 continue
+        if in_every_microbatch(job.zero):
+            made = in_programs(made, gathers=job.zero == 3)
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
     full_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
     first = {p.tied_to: p for p in job.parameters if p.grads}.values()
+    # Scattered with the microbatches, rows are summed over groups of dp_shard alone.
+    group = parallel.dp_shard or parallel.dp
+    behind = (group < parallel.dp) / group if in_every_microbatch(job.zero) else 1.0
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
         full_bytes,
-        sum(parameter.grad_nbytes for parameter in first),
+        behind * sum(parameter.grad_nbytes for parameter in first),
         max(sizes, default=0),
         dealt_bytes=dealt_bytes,
         dp_shard=parallel.dp_shard,
@@ -172,6 +178,11 @@ def _fixed_bytes(job: Job, ep: int) -> tuple[int, int]:
         full += own + read + gradient + state - sharded
         dealt += sharded * (ep if parameter.is_sharded("ep") else 1)
     return full, dealt
+
+
+def in_every_microbatch(zero: Zero) -> bool:
+    """Whether microbatches scatter gradients, and gather parameters, themselves."""
+    return zero in (2, 3)
 
 
 def shares_of(
@@ -201,10 +212,11 @@ def shares_of(
 
 def _few(parallel: ParallelSettings) -> dict[str, object]:
     """Changes to a layout that leave as few devices as show what layers communicate: the schedule and the
-    copies come later."""
+    copies come later, but where microbatches communicate with them."""
+    dp = parallel.dp if in_every_microbatch(parallel.zero) else parallel.ep
     return {
-        "dp": parallel.ep,
-        "microbatches": parallel.microbatches * parallel.dp // parallel.ep,
+        "dp": dp,
+        "microbatches": parallel.microbatches * parallel.dp // dp,
         "schedule": PLAIN_OF_SEVERAL,
         "split": "auto",
         "microbatch_group": None,

@@ -12,7 +12,7 @@ from math import inf
 
 from stretto.capturing.captures import traced_by
 from stretto.price.cluster import Description
-from stretto.tune.block import TuneBlock
+from stretto.tune.block import TuneBlock, in_every_microbatch
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
 from stretto.tune.work import Asked, Refused, Tuned
@@ -66,10 +66,12 @@ class Layouts:
             self.open.append(one)
 
     def key(self, layout: LayoutChoice) -> str:
-        """Equal for layouts that one trace serves."""
+        """Equal for layouts that one block serves, of one trace."""
         if layout in self._seen:
             return self._seen[layout].key
-        return traced_by(self._choices.settings_of(self._choices.plain(layout)).parallel)
+        parallel = self._choices.settings_of(self._choices.plain(layout)).parallel
+        copies = f" dp={parallel.dp}" if in_every_microbatch(parallel.zero) else ""
+        return f"{traced_by(parallel)}{copies}"
 
     def first(self, busy: Collection[Asked], priced: bool = False) -> OpenLayout | None:
         """The one with the least guess that is not being priced. priced: of those that were, if there are."""
