@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.cli.report import show
+from stretto.cli.report import communications_of, show
 from stretto.errors import UsageError
 from stretto.ir.action import ONCE, ONCE_PHASES, Phase
 from stretto.ir.plan import Plan
@@ -164,3 +164,14 @@ def test_ops_that_run_once_a_step_are_drawn_inside_their_spans(rows_plan: Plan) 
     gathers = [s for s in timeline.spans if s.kind is SpanKind.MESSAGE and "unshard" in s.name]
     assert gathers
     assert all((span.rank, None, None, span.name) in around for span in gathers)
+
+
+def test_each_communication_is_priced_as_the_kind_that_it_is(rows_plan: Plan) -> None:
+    """Alone on its links none takes longer than in the step."""
+    rows = {
+        (row["axis"], row["kind"]): row for row in communications_of(rows_plan, simulate(rows_plan), None)
+    }
+    for kind, collective in (("parameters", "all_gather"), ("gradients", "reduce_scatter")):
+        row = rows["dp", kind]
+        assert row["alone_us"] == rows_plan.costs.collectives["dp", collective].curve.us(row["nbytes"])
+        assert row["alone_us"] <= row["each_us"] + 1e-6

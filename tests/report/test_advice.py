@@ -9,6 +9,7 @@ import pytest
 from stretto.ir.action import Phase
 from stretto.ir.axes import AXES
 from stretto.ir.costs import Peak
+from stretto.ir.parameters import Zero
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.ir.work import Work, work_of
@@ -67,6 +68,16 @@ def test_help_differs_between_axes() -> None:
 def test_a_family_that_sends_earlier_is_advised(family: str, advised: str) -> None:
     said = " ".join(more_to_run("pp", plan_of(family)))
     assert f'parallel.schedule = "{advised}" (now "{family}")' in said
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_every_microbatch_gathers_is_not_shared_by_more_of_them(zero: Zero) -> None:
+    plan = plan_of()
+    plan = replace(plan, job=replace(plan.job, zero=zero))
+    said = " ".join(less_to_send("dp", plan))
+    assert ("more microbatches to a step" in said) == (zero == 1)
+    assert ("parallel.zero = 1" in said) == (zero == 3)
+    assert ("in the last backward" in " ".join(more_to_run("dp", plan))) == (zero == 1)
 
 
 def test_sequence_parallelism_is_told_apart_from_tp() -> None:

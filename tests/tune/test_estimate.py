@@ -65,7 +65,7 @@ def test_what_microbatches_gather_and_scatter_is_in_the_estimate(tmp_path: Path,
     assert isinstance(made, Planned)
     found = estimate(candidate, block, block.again["none"], CLUSTER)
     assert bound_us(candidate.layout, block.again["none"]) <= made.step_us
-    assert found.step_us == pytest.approx(made.step_us, rel=0.25)
+    assert found.step_us == pytest.approx(made.step_us, rel=0.3)
 
 
 def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:

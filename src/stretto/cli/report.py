@@ -22,7 +22,6 @@ from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.ir.transfers import SUM
 from stretto.report.grid import (
     WIDTH,
     Columns,
@@ -221,11 +220,14 @@ def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None
     a rank's mean in a run; source: of the cost.
     """
     groups = _grouped(predicted)
+    kinds = {op.label: op.collective.kind for _, op in plan.job.all_ops if op.collective is not None}
+    messages = [span for span in predicted.spans if span.name in kinds]
+    called = {(*communication_of(span.name), span.nbytes): kinds[span.name] for span in messages}
     taken = _grouped(measured) if measured is not None else {}
     everything = sum(sum(times) for times in groups.values()) or 1.0
     rows: list[Row] = []
     for (axis, kind, nbytes), times in groups.items():
-        curve = plan.costs.collectives.get((axis, SUM if kind == "gradients" else kind))
+        curve = plan.costs.collectives.get((axis, called.get((axis, kind, nbytes), kind)))
         link = next(iter(plan.costs.links.values()), plan.costs.default_link)
         ran = taken.get((axis, kind, nbytes))
         rows.append(

@@ -38,6 +38,11 @@ def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
     now = f" (now {size})" if size else ""
     if name == PP.name:
         yield f"fewer pipeline ranks{now}, or neighbours on faster links"
+    elif _in_microbatches(name, plan):
+        yield (
+            "parallel.zero = 1, with which parameters and gradients travel once a step, where memory allows, "
+            f"or fewer and larger microbatches{_now(plan)}"
+        )
     elif name == DP.name:
         yield (
             f"more microbatches to a step{_now(plan)}, which share one gradient reduction, or more tp and "
@@ -57,9 +62,14 @@ def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
         yield f"a smaller tp{now}, or tp within a node"
 
 
+def _in_microbatches(name: str, plan: Plan | None) -> bool:
+    """Whether each microbatch gathers or scatters over data-parallel copies."""
+    return plan is not None and plan.job.zero in (2, 3) and name in (DP.name, DP_SHARD.name)
+
+
 def _larger(name: str, plan: Plan | None) -> Iterator[str]:
     """Fewer and larger messages."""
-    if name == DP.name:
+    if name == DP.name and not _in_microbatches(name, plan):
         yield "fewer reductions: more layers to a stage, or more microbatches to a step, which share them"
         return
     if name == EP.name and plan is not None and plan.job.chunks > 1:
@@ -81,7 +91,7 @@ def more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
     if plan.overlap != "window" and plan.job.overlap != "window":
         now = f'(now "{plan.job.overlap}")'
         yield f'parallel.overlap = "window" {now}, which has ops of two microbatches to choose from'
-    if name == DP.name:
+    if name == DP.name and not _in_microbatches(name, plan):
         yield (
             "more compute in the last backward, which alone can hide gradient reductions: larger "
             f"microbatches (now {plan.job.microbatches}), or fewer gradients to a rank by more tp and pp"
