@@ -30,8 +30,10 @@ def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[
 
 def read_of(value: str) -> str | None:
     """The name under which the model reads the parameter that a value is, gathered or not; else None."""
+    if value.startswith(PARAM):
+        return value
     _, gathered_of, name = value.partition(OF)
-    return PARAM + name if gathered_of else value if value.startswith(PARAM) else None
+    return PARAM + name if gathered_of else None
 
 
 def in_dtype(
