@@ -17,9 +17,14 @@ SLOW = {"link_gbps": 0.01}
 """Links that are slow enough for a gather to be exposed."""
 
 
+@pytest.fixture(autouse=True)
+def _buckets_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", 2**9)
+
+
 @cache
 def plan_within(cell: ZeroCell, memory_bytes: int | None) -> Plan:
-    return cell.plan(figures={**SLOW, "memory_bytes": memory_bytes})
+    return cell.plan(figures={**SLOW, "memory_bytes": memory_bytes}, overlap="local")
 
 
 def peak(plan: Plan) -> int:
@@ -83,7 +88,8 @@ def test_auto_takes_the_fastest_that_fits_and_says_what_else_there_was() -> None
     assert free.job.zero == 1
     assert free.zero_why.startswith("auto: ")
     assert f"zero             1: {free.zero_why}" in str(free)
-    short = plan_within(ZeroCell("auto"), between(ZeroCell(3)))
-    assert short.job.zero == 3
-    assert peak(short) <= between(ZeroCell(3))
+    limit = 9 * peak(free) // 10
+    short = plan_within(ZeroCell("auto"), limit)
+    assert short.job.zero in (2, 3)
+    assert peak(short) <= limit
     assert "; 1: needs " in short.zero_why

@@ -47,9 +47,9 @@ class Stay:
     nbytes: int
 
 
-def kept_full(step: Step, context: Context, *, first: Kind, share: float) -> Step:
+def kept_full(step: Step, context: Context, *, first: Kind, share: float, spare_bytes: int = 0) -> Step:
     """The step in which so much of what fits stays, in place of `sharded_state`. first: what is to stay
-    before the others.
+    before the others; spare_bytes: of the limit, what is left to others than ops as captured.
 
     Left out where nothing may stay, no limit of memory is known, or nothing fits."""
     job = step.job
@@ -60,7 +60,7 @@ def kept_full(step: Step, context: Context, *, first: Kind, share: float) -> Ste
         raise LeftOutError
     if step.max_bytes is None:
         raise LeftOutError("nothing stays full: no limit of memory is known")
-    limit = step.max_bytes - context.spare_bytes
+    limit = step.max_bytes - context.spare_bytes - spare_bytes
 
     def made(budgets: Sequence[float]) -> Job:
         return _with(job, [stay for pair in zip(may, budgets, strict=True) for stay in _within(*pair)])

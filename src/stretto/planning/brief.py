@@ -12,6 +12,7 @@ A plan tries several ways, and posts receives no earlier than it needs: it may b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -21,6 +22,7 @@ from stretto.ir.action import Phase
 from stretto.ir.axes import DP, PP
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.choose import begins, likely_ways, short_steps
 from stretto.planning.finish import MOST, sends_waited
 from stretto.planning.make_plan import variants_of
@@ -49,11 +51,32 @@ def brief(job: Job, cluster: Description, order: str, ahead: int | None) -> Brie
     Raises PlanError for a step that cannot be made, and where no way can order it.
     """
     variants = variants_of(job, cluster, order)
-    before, context = variants.step(begins()[0]), variants.context
-    count = before.short.microbatches
-    limit_bytes = inf if before.max_bytes is None else before.max_bytes
     missing: list[object] = []
     tight: list[Brief] = []
+    # Where it is open what ranks keep in parts, less and less is full.
+    for begin in begins() if job.zero == "auto" else begins()[:1]:
+        try:
+            before = variants.step(begin)
+        except LeftOutError:
+            continue
+        except PlanError as error:
+            if job.zero != "auto":
+                raise
+            missing += error.faults
+            continue
+        for made in _made(before, variants.context, ahead, missing):
+            if before.max_bytes is None or made.peak_bytes <= before.max_bytes:
+                return made
+            tight.append(made)
+    if not tight:
+        raise PlanError("no short step can be made", missing)
+    return min(tight, key=lambda one: one.peak_bytes)
+
+
+def _made(before: Step, context: Context, ahead: int | None, missing: list[object]) -> Iterator[Brief]:
+    """Step 1, in each way. missing: gets why some are not there."""
+    count = before.short.microbatches
+    limit_bytes = inf if before.max_bytes is None else before.max_bytes
     # As early as any plan may post its receives.
     for short in short_steps(before, context, likely_ways(before, ahead), MOST):
         if isinstance(short, PlanError):
@@ -67,13 +90,7 @@ def brief(job: Job, cluster: Description, order: str, ahead: int | None) -> Brie
                 # Sends that are waited for as soon as they have left need less.
                 sent = lowered(sends_waited(short.step, context), context)
                 needs_bytes = max(peak_bytes(sent, rank) for rank in range(sent.ranks))
-            made = Brief(short.timeline.step_us + more_us, needs_bytes)
-            if needs_bytes <= limit_bytes:
-                return made
-            tight.append(made)
-    if not tight:
-        raise PlanError("no short step can be made", missing)
-    return min(tight, key=lambda one: one.peak_bytes)
+            yield Brief(short.timeline.step_us + more_us, needs_bytes)
 
 
 def _period_us(timeline: Timeline, microbatches: int) -> float:

@@ -60,8 +60,8 @@ STAY_WORTH = 0.005
 """Of a step's time, what is gained at least where all that fits stays full; where a part stays, so much of
 it. Assumed, as `stretto.planning.finish.WORTH`."""
 
-STAYS = tuple(partial(kept_full, first=first, share=share) for first, share in product(KINDS, (1.0, 0.5)))
-"""What may stay full, in place of `sharded_state`."""
+STAYS = tuple(product(KINDS, (1.0, 0.5)))
+"""What stays before the others, and how much of what fits (`kept_full`)."""
 
 
 def begins() -> list[Variant]:
@@ -211,27 +211,36 @@ class Variants:
 
     def _stay(self, context: Context) -> None:
         """Step 2. Where the fastest of "auto" fits, and keeps all in full, there is nothing to gain."""
-        best = min(self._tried.values(), key=self._weighed_us)
-        zero = max((one.zero for one in self._tried.values() if one.zero != "auto"), default=0)
-        if zero < 2 or (best.zero in (0, 1) and best.peak_bytes <= (self.first.max_bytes or inf)):
+        limit, tried = self.first.max_bytes, self._tried.values()
+        best, some = min(tried, key=self._weighed_us), [one for one in tried if one.zero in (2, 3)]
+        if not some or (best.zero in (0, 1) and (limit is None or best.peak_bytes <= limit)):
             return
-        base = min((one for one in self._tried.values() if one.zero == zero), key=self._weighed_us)
+        much = [limit is not None and one.peak_bytes > limit for one in some]
+        _, base = min(zip(much, some, strict=True), key=lambda pair: (pair[0], self._weighed_us(pair[1])))
         begin, way = base.variant[: base.begin], base.variant[base.begin :]
-        work_us = self._work_us(begin) - self._work_us(
-            tuple(one for one in begin if one is not sharded_state)
-        )
-        if base.exposed_us + work_us <= STAY_WORTH * base.step_us:
+        plain = tuple(one for one in begin if one is not sharded_state)
+        gain_us = base.exposed_us + self._work_us(begin) - self._work_us(plain)
+        if gain_us <= STAY_WORTH * base.step_us:
             self.not_full = "nothing stays full: it would gain nothing"
             return
-        for stays in STAYS:
-            if self.context.watch.stopped:
-                return
-            variant = (*(stays if one is sharded_state else one for one in begin), *way)
-            try:
-                self.step(variant[: base.begin])
-                self._simulate(variant, base.begin, context, f"variant {len(self._tried) + 1}, ")
-            except (LeftOutError, PlanError) as error:
-                self.not_full = self.not_full or str(error)
+        try:
+            # Pairs, and sends, need more than ops as captured.
+            more = max(0, base.peak_bytes - max(context.peaks(self.step(begin), True)))
+            for first, share in STAYS:
+                if not context.watch.stopped:
+                    stays = partial(kept_full, first=first, share=share, spare_bytes=more)
+                    variant = (*(stays if one is sharded_state else one for one in begin), *way)
+                    self._stays(variant, base.begin, context)
+        except PlanError as error:
+            self.not_full = f"nothing stays full: {error.faults[0]}"
+
+    def _stays(self, variant: Variant, begin: int, context: Context) -> None:
+        try:
+            self.step(variant[:begin])
+        except LeftOutError as error:
+            self.not_full = self.not_full or str(error)
+        else:
+            self._simulate(variant, begin, context, f"variant {len(self._tried) + 1}, ")
 
     def _work_us(self, begin: Variant) -> float:
         """What the ops of the few microbatches take on a rank, in the mean."""
@@ -348,7 +357,8 @@ class Variants:
         """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
         is no choice."""
         shares = tried.overlap == "window" and not overlaps(self.first)
-        stays = sum(float(one.keywords["share"]) for one in STAYS if one in tried.variant)
+        passes = (one for one in tried.variant if isinstance(one, partial) and one.func is kept_full)
+        stays = sum(float(one.keywords["share"]) for one in passes)
         return tried.step_us / ((WORTH if shares else 1.0) * (1.0 - STAY_WORTH * stays))
 
 

@@ -83,7 +83,7 @@ def why_zero(
         stays = (one.stays or "nothing stays full") if one.zero in longer else ""
         return ": ".join(text for text in (name if auto else "", stays, takes) if text)
 
-    texts = [missing] if missing else []
+    texts = [missing] if missing and not longer else []
     if len(best) > 1:
         texts.insert(0, words("auto", chosen, f"{chosen.step_us / 1000:.1f} ms{of}"))
     for key, one in sorted(best.items(), key=str):
