@@ -140,7 +140,7 @@ def _added(job: Job, stages: Sequence[int]) -> list[Stay]:
         name = parameter.tied_to
         if not set(parameter.stages) <= set(stages):
             elsewhere.add(name)
-        elif parameter.kept and parameter.grads:
+        elif parameter.kept and parameter.grads and not parameter.scattered:
             places = (left[stage, value] for stage, _, value in parameter.grads)
             after[name] = min(*places, after.get(name, len(left)))
             nbytes[name] = parameter.grad_nbytes - shard_spec(job, parameter).nbytes

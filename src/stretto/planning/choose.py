@@ -54,7 +54,7 @@ AHEAD = (0, 1)
 with one more, 1F1B has the warm-up that pairs need, and eager 1F1B has room for its messages."""
 
 TRIED = 3
-"""Variants that are tried with the best order of each window (step 2)."""
+"""Variants that are tried with the best order of each window (step 3)."""
 
 STAY_WORTH = 0.005
 """Of a step's time, what is gained at least where all that fits stays full; where a part stays, so much of
@@ -295,7 +295,8 @@ class Variants:
         if all(one.overlap != "off" for one in result):
             if self.first.asked == "window":
                 self._miss("no collectives that another microbatch's ops could hide")
-            return [*result, Tried((*first.variant[:-1], at_once), "off", inf)]
+            off = (*first.variant[:-1], at_once)
+            return [*result, Tried(off, "off", inf, zero=first.zero, stays=first.stays)]
         # Up to a limit that was asked for, memory is there to be used.
         if isinstance(self.first.job.recompute, int):
             return result
