@@ -127,7 +127,7 @@ def plain_training(cell: ZeroCell) -> Trained:
     model = cell.model()
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
-        _, grads = plain_step(model, moe_token_sum, batch(step), DP * MICROBATCHES)
+        _, grads = plain_step(model, moe_token_sum, batch(step), DP * cell.microbatches)
         for name, parameter in model.named_parameters():
             parameter.grad = grads.get(name)
         if cell.clipped:
