@@ -4,12 +4,14 @@ model; the plan says what was chosen, and from what."""
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import GRAD, PARAM
+from stretto.ir.serialize import load_plan
 from tests.parallelize.zero import ZeroCell, plain_training, training, worst_error
 
 MUCH_BYTES = 2**40
@@ -83,11 +85,13 @@ def test_of_one_microbatch_the_forward_gathers_for_the_backward(recompute: str) 
     assert error <= 1e-10, f"{name} differs by {error:.1e}"
 
 
-def test_auto_takes_the_fastest_that_fits_and_says_what_else_there_was() -> None:
+def test_auto_takes_the_fastest_that_fits_and_says_what_else_there_was(tmp_path: Path) -> None:
     free = plan_within(ZeroCell("auto"), MUCH_BYTES)
     assert free.job.zero == 1
     assert free.zero_why.startswith("auto: ")
     assert f"zero             1: {free.zero_why}" in str(free)
+    free.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").zero_why == free.zero_why
     limit = 9 * peak(free) // 10
     short = plan_within(ZeroCell("auto"), limit)
     assert short.job.zero in (2, 3)
