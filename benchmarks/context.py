@@ -49,7 +49,7 @@ from benchmarks.racing import (
     with_costs,
 )
 from benchmarks.torch_context import ROTATIONS, TorchContext
-from benchmarks.work import Batch, RankWork, gpt_and_batch, work_of
+from benchmarks.work import Batch, GPTShape, RankWork, work_of
 from stretto.ir.axes import CP
 from stretto.ir.collectives import PERMUTE_NEXT
 from stretto.ir.costs import Costs, Prediction
@@ -57,7 +57,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measure_forms
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.gpt import GPT, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 
@@ -84,10 +84,9 @@ SYSTEMS: Mapping[str, ContextSystem] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRace:
-    """One race. Shapes are those of the full model and of one microbatch. rate: as the lab takes it."""
+class ContextRace(GPTShape):
+    """One race."""
 
-    rate: str = "unlimited"
     cp: int = 2
     hidden: int = 256
     heads: int = 4
@@ -97,8 +96,6 @@ class ContextRace:
     microbatch: int = 1
     microbatches: int = 4
     rounds: int = 3
-    threads_per_rank: int = 1
-    dtype: str = "float32"
 
     @property
     def world(self) -> int:
@@ -106,17 +103,6 @@ class ContextRace:
 
     def __str__(self) -> str:
         return f"cp={self.cp}, {self.rate}"
-
-    def build(self) -> tuple[GPT, Batch]:
-        """The model and the full batch, equal in all processes."""
-        config = GPTConfig(
-            vocab_size=self.vocab,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            context=self.sequence,
-        )
-        return gpt_and_batch(config, self.microbatch * self.microbatches)
 
     def capture(self, model: GPT, batch: Batch, kind: str = RING) -> Job:
         """The step as a job."""

@@ -49,7 +49,7 @@ from benchmarks.racing import (
     with_costs,
 )
 from benchmarks.torch_dp import TORCH, TorchCopies, TorchShards
-from benchmarks.work import Batch, RankWork, gpt_and_batch, work_of
+from benchmarks.work import Batch, GPTShape, RankWork, work_of
 from stretto.ir.axes import DP
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE
 from stretto.ir.costs import Costs, Prediction
@@ -58,7 +58,7 @@ from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import Timeline
 from stretto.ir.transfers import axis_time
 from stretto.measure.measured import measure_forms
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.gpt import GPT, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 
@@ -92,12 +92,10 @@ scattered as gradients. An all-reduce is two of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class DataRace:
-    """One race. Shapes are those of the full model and of one microbatch of a rank. rate: as the lab takes
-    it. levels: values of `zero` that race. memory_bytes: the most that a rank may use, up to which what plans
-    gather may stay."""
+class DataRace(GPTShape):
+    """One race. levels: values of `zero` that race. memory_bytes: the most that a rank may use, up to which
+    what plans gather may stay."""
 
-    rate: str = "unlimited"
     dp: int = 2
     hidden: int = 512
     heads: int = 8
@@ -108,8 +106,6 @@ class DataRace:
     microbatches: int = 1
     levels: Sequence[int] = LEVELS
     rounds: int = 3
-    threads_per_rank: int = 1
-    dtype: str = "float32"
     memory_bytes: int = 2**31
 
     @property
@@ -124,16 +120,9 @@ class DataRace:
         """Those of `SYSTEMS` that race."""
         return {name: system for name, system in SYSTEMS.items() if system.zero in self.levels}
 
-    def build(self) -> tuple[GPT, Batch]:
-        """The model and the full batch, equal in all processes."""
-        config = GPTConfig(
-            vocab_size=self.vocab,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            context=self.sequence,
-        )
-        return gpt_and_batch(config, self.microbatch * self.microbatches * self.dp)
+    @property
+    def rows(self) -> int:
+        return self.microbatch * self.microbatches * self.dp
 
     def capture(self, model: GPT, batch: Batch, zero: int = 0) -> Job:
         """The step as a job."""

@@ -22,16 +22,9 @@ AXIS = "tp"
 Batch = dict[str, torch.Tensor]
 
 
-def gpt_and_batch(config: GPTConfig, rows: int) -> tuple[GPT, Batch]:
-    """The model, and a batch of so many full sequences, equal in all processes."""
-    torch.manual_seed(0)
-    size = (rows, config.context)
-    return GPT(config), {name: torch.randint(0, config.vocab_size, size) for name in ("input_ids", "labels")}
-
-
 @dataclass(frozen=True, slots=True)
-class GPTWork:
-    """Shapes are those of the full model and of one microbatch. rate: as the lab takes it."""
+class GPTShape:
+    """Shapes are those of the full model and of one microbatch of a rank. rate: as the lab takes it."""
 
     rate: str = "unlimited"
     hidden: int = 1024
@@ -41,12 +34,31 @@ class GPTWork:
     sequence: int = 256
     microbatch: int = 2
     microbatches: int = 8
-    pp: int = 1
-    tp: int = 2
-    sequence_parallel: bool = False
     rounds: int = 5
     threads_per_rank: int = 1
     dtype: str = "float32"
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return self.microbatch * self.microbatches
+
+    def build(self) -> tuple[GPT, Batch]:
+        """The model and the full batch, equal in all processes."""
+        torch.manual_seed(0)
+        shape = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
+        model = GPT(GPTConfig(vocab_size=self.vocab, context=self.sequence, **shape))
+        size = (self.rows, self.sequence)
+        return model, {name: torch.randint(0, self.vocab, size) for name in ("input_ids", "labels")}
+
+
+@dataclass(frozen=True, slots=True)
+class GPTWork(GPTShape):
+    """That of a pipeline and tensor parallelism."""
+
+    pp: int = 1
+    tp: int = 2
+    sequence_parallel: bool = False
 
     @property
     def world(self) -> int:
@@ -56,17 +68,6 @@ class GPTWork:
     def layout(self) -> str:
         """In words: `pp=1 tp=2 sp`."""
         return f"pp={self.pp} tp={self.tp}{' sp' if self.sequence_parallel else ''}"
-
-    def build(self) -> tuple[GPT, Batch]:
-        """The model and a batch, equal in all processes."""
-        config = GPTConfig(
-            vocab_size=self.vocab,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            context=self.sequence,
-        )
-        return gpt_and_batch(config, self.microbatch * self.microbatches)
 
     def capture(
         self,

@@ -15,7 +15,6 @@ GIVEN_UP = (
     (r"place_link\b|PLACES\b|class Places", "pp_link, stage map"),
     (r"with_sums\b|without_sums\b|with_reductions\b|without_reductions\b", "with_once, without_once"),
     (r"sums of gradients\b|gradient sums\b", "gradient reductions"),
-    (r"summed_bytes\b", "reduced_bytes"),
     (r"tells_loss\b", "reduces_loss"),
     (r"(?<!file\.)tell\b|tells\b", "show, report, gather"),
     (r"told\b", "reported, received"),

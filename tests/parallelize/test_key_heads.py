@@ -20,7 +20,6 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, Shard
-from stretto.ir.transfers import reduced_bytes
 from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
 from stretto.schedule.once import around_starts
@@ -323,9 +322,6 @@ def test_a_sum_moves_what_is_counted() -> None:
     """Sums have shared parts side by side, so that one sum over the axis adds up the copies of each."""
     model, job = small_job(tp=4)
     plan = lowered(job, "1f1b")
-    keys = next(p for p in job.parameters if p.name.endswith("layers.0.self_attn.k_proj.weight"))
-    assert reduced_bytes(job, keys, "tp") == 2 * keys.grad_nbytes == 2 * 8 * 32 * 8
-    assert reduced_bytes(job, keys, "dp") == keys.grad_nbytes
 
     def work(runner: Runner) -> dict[str, int]:
         runner.step(batch_of())

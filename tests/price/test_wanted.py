@@ -22,7 +22,7 @@ def test_a_job_wants_the_sizes_of_its_ops_first() -> None:
         assert found["tp", kind].sizes == (full, SMALL_BYTES, full // 2, 2 * full)
         assert found["tp", kind].dtype == "float32"
     up = 128 * 256 * 4
-    assert found["dp", "all_reduce"].sizes[:2] == (up, 2 * up), "one gradient, and a stage's two"
+    assert found["dp", "all_reduce"].sizes == (SMALL_BYTES, 2 * up, 4 * up), "the loss; a stage's gradients"
 
 
 def test_gradients_are_summed_in_their_own_dtype() -> None:

@@ -35,7 +35,7 @@ from stretto.bounds.stage import (
     find_distances,
 )
 from stretto.errors import PlanError
-from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Phase, Schedule
+from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import OVER_STEP, PHASES
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Edge, Job, Op
@@ -48,7 +48,7 @@ from stretto.ir.transfers import (
     time_of,
 )
 from stretto.processor.budget import Pace
-from stretto.schedule.once import around_starts, communicators_of, with_once
+from stretto.schedule.once import around_starts, communicators_of, placed, with_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,7 @@ def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[dict[Pha
 
     Raises PlanError for a collective that has no cost.
     """
-    empty: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
-    where = Schedule("", len(stage_ranks), job.microbatches, stage_ranks, empty)
+    where = placed(job, stage_ranks)
     job = with_once(job, where)
     communicators = {one.name: one for one in communicators_of(job, where)}
     pace = Pace.of(costs.processor)

@@ -14,7 +14,7 @@ from stretto.errors import PlanError
 from stretto.ir.collectives import ALL_REDUCE, Collective
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Costs, Link
 from stretto.ir.plan import LOSS, Communicator
-from stretto.ir.program import FREE, GETITEM, WAIT, Job, Op, Parameter
+from stretto.ir.program import FREE, GETITEM, WAIT, Job, Op
 
 SUM = ALL_REDUCE.name
 """The kind of every sum of gradients, and of the loss where data-parallel ranks share it."""
@@ -148,11 +148,6 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
         ranks.setdefault(parameter.tied_to, set()).update(stage_ranks[stage] for stage in parameter.stages)
     summed = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     return {name: tuple(sorted(on)) for name, on in ranks.items() if len(on) > 1 and name in summed}
-
-
-def reduced_bytes(job: Job, parameter: Parameter, axis: str) -> int:
-    """Bytes that a gradient takes in a sum over an axis, or over a communicator of ties."""
-    return parameter.grad_nbytes * parameter.slots(axis, job.size(axis))
 
 
 def is_free(op: Op) -> bool:

@@ -34,7 +34,7 @@ from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import Job, OverlapMode
 from stretto.order.policies import waits_at_once
 from stretto.planning.once_places import OncePlaces, once_places
-from stretto.schedule.once import communicators_of, with_once
+from stretto.schedule.once import communicators_of, has_once, with_once
 from stretto.schedule.windows import make_window, window_name, with_guests
 
 LOOKAHEAD = 3
@@ -71,7 +71,7 @@ def lower(
     """
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
-    job = with_once(job, schedule)
+    job = job if has_once(job) else with_once(job, schedule)
     communicators = communicators_of(job, schedule)
     once = once_places(job, schedule, communicators, overlap != "off")
     windows = dict(windows)

@@ -21,7 +21,7 @@ from stretto.passes.step import Context, Step
 from stretto.planning.choose import ways
 from stretto.planning.finish import sends_waited
 from stretto.planning.lower import lower
-from stretto.planning.windows import lowered
+from stretto.planning.windows import job_with_once, lowered
 from stretto.verifying.memory import peak_bytes
 
 
@@ -51,7 +51,11 @@ class Peaks:
         if exact is None or exact.schedule is not step.schedule or exact.job.edges != step.job.edges:
             return None
         return lower(
-            *(step.job, step.schedule, self._context.costs_of(exact.job)),  # lowering asks no price
+            *(
+                job_with_once(step, self._context),
+                step.schedule,
+                self._context.costs_of(exact.job),
+            ),  # lowering asks no price
             overlap=step.overlap,
             windows=step.windows,
             sent_before=exact.sent_before,

@@ -10,6 +10,7 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.order.policies import CAPTURED, WindowOrders
 from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowed
 from stretto.passes.step import Context, LeftOutError, Step
@@ -142,13 +143,18 @@ def as_short(step: Step, context: Context) -> Step:
     return step if step.short is step.schedule else ordered(replace(step, schedule=step.short), context)
 
 
+def job_with_once(step: Step, context: Context) -> Job:
+    """The step's job with the programs that its ranks run once a step."""
+    key = "once", step.schedule.stage_ranks
+    return context.once(step.job, key, lambda: with_once(step.job, step.schedule))
+
+
 def lowered(step: Step, context: Context) -> Plan:
     """The plan of a step that has its windows; neither proved nor simulated."""
-    microbatches, stage_ranks = step.schedule.microbatches, step.schedule.stage_ranks
-    job = context.once(step.job, ("once", stage_ranks), lambda: with_once(step.job, step.schedule))
+    job = job_with_once(step, context)
     costs = context.costs_of(job)
-    if job.microbatches != microbatches:
-        job = replace(job, microbatches=microbatches)
+    if job.microbatches != step.schedule.microbatches:
+        job = replace(job, microbatches=step.schedule.microbatches)
     return lower(
         *(job, step.schedule, costs),
         overlap=step.overlap,

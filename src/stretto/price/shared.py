@@ -10,14 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from stretto.ir.axes import PIPELINE, Sums, sums_of
-from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER
+from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import KINDS
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
-from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job, Stage
+from stretto.ir.plan import LOSS
+from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
 from stretto.ir.program import FREE as FREES
-from stretto.ir.transfers import message_us, reduced_bytes
-from stretto.ir.updates import norm_spec, parts_over
+from stretto.ir.transfers import message_us
+from stretto.schedule.once import has_once, placed, with_once
 
 ACTION_US = 8.0
 """Time of a window's run besides its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
@@ -72,7 +73,7 @@ def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -
 
 
 SMALL_BYTES = 4096
-"""A size that shows the latency. Assumed: a page."""
+"""A size that shows the latency, as all below it do. Assumed: a page."""
 
 MOST_SIZES = 6
 """Sizes that the ops themselves ask for, before neighbours; more are thinned out evenly."""
@@ -90,48 +91,23 @@ class WantedCollective:
 
 
 def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
-    """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks. Of gradients
-    that are reduced, one alone and all of a stage together: every reduction is between."""
+    """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks: of what
+    microbatches and steps communicate, as if each stage were on a rank of its own."""
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for job in jobs:
-        for _, op in job.all_ops:
+        full = job if has_once(job) else with_once(job, placed(job, range(len(job.stages))))
+        for _, op in full.all_ops:
             asked = op.collective
-            made = op.outputs[0] if op.outputs else None
-            if asked is not None and made is not None and job.size(asked.axis) > 1:
-                sizes[asked.axis, asked.kind].add(asked.nbytes)
-                dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
-        for stage in job.stages:
-            for (axis, kind, dtype), each in _once_a_step(job, stage).items():
-                sizes[axis, kind].update((min(each), max(each), sum(each)))
-                dtypes[axis, kind][dtype] += sum(each)
+            axes = () if asked is None else job.data_axes if op.lane == LOSS else (asked.axis,)
+            for axis in axes:
+                if asked is not None and job.size(axis) > 1:
+                    sizes[axis, asked.kind].add(max(asked.nbytes, SMALL_BYTES))
+                    dtypes[axis, asked.kind][op.made.dtype] += asked.nbytes
     return tuple(
         WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)
     )
-
-
-def _once_a_step(job: Job, stage: Stage) -> dict[tuple[str, str, str], list[int]]:
-    """(axis, kind, dtype) -> bytes of what travels once a step of a stage's parameters and gradients, one by
-    one."""
-    result: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    here = [parameter for parameter in job.parameters if stage.index in parameter.stages]
-    for axis, parameter in ((axis, p) for axis, size in job.axes if size > 1 for p in here):
-        nbytes = reduced_bytes(job, parameter, axis)
-        if axis in parameter.kept:
-            result[axis, ALL_GATHER.name, parameter.spec.dtype].append(parameter.spec.nbytes)
-        if not parameter.grads or not (sums_of(axis) is Sums.ALL or axis in parameter.partial):
-            continue
-        kind = REDUCE_SCATTER if axis in parameter.kept else ALL_REDUCE
-        result[axis, kind.name, parameter.grad_dtype].append(nbytes)
-    if job.clip_norm is not None:
-        norm = norm_spec(job)
-        for axis in sorted({axis for parameter in here for axis in parts_over(job, parameter)[0]}):
-            result[axis, ALL_REDUCE.name, norm.dtype].append(norm.nbytes)
-    for axis in job.data_axes:
-        if any(axis in parameter.kept for parameter in job.parameters):
-            result[axis, ALL_REDUCE.name, job.loss_spec.dtype].append(job.loss_spec.nbytes)
-    return result
 
 
 def sweep(asked: Iterable[int]) -> tuple[int, ...]:

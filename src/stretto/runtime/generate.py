@@ -97,6 +97,12 @@ class Writer:
             for s in stages
             for phase, ops in job.stages[s].ops.items()
         }
+        self.here = {item.ref for item in window.items}
+        self.last_readers = {
+            (s, phase): {name: op.name for op in job.stages[s].ops.get(phase, ()) for name in op.uses}
+            for s in stages
+            for phase in ONCE_PHASES
+        }
         self.takers: dict[tuple[int, str], list[tuple[Phase, Op]]] = defaultdict(list)
         for s in stages:
             for phase, ops in job.stages[s].ops.items():
@@ -199,9 +205,8 @@ class Writer:
         """Whether a window after this one reads the value in this stage. Of a program that runs once a step,
         ops that read one value run in their order."""
         if phase in ONCE_PHASES:
-            readers = [op.name for op in self.job.stages[stage].ops[phase] if name in op.uses]
-            here = {item.ref for item in self.window.items}
-            return bool(readers) and readers[-1] not in here
+            last = self.last_readers[stage, phase].get(name)
+            return last is not None and last not in self.here
         after = PHASES[PHASES.index(phase.programs[-1]) + 1 :]
         return any(name in self.reads[stage, sub] for sub in after)
 

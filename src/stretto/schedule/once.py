@@ -33,9 +33,20 @@ def with_once(job: Job, schedule: Schedule) -> Job:
     return replace(job, stages=tuple(stages))
 
 
+def placed(job: Job, stage_ranks: Sequence[int]) -> Schedule:
+    """A schedule of which only the placement counts."""
+    nothing: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
+    return Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), nothing)
+
+
+def has_once(job: Job) -> bool:
+    """Whether the job has programs that run once a step."""
+    return any(phase in stage.ops for stage in job.stages for phase in ONCE_PHASES)
+
+
 def without_once(job: Job) -> Job:
     """The job as it is captured, without the programs that a plan adds."""
-    if all(phase not in stage.ops for stage in job.stages for phase in ONCE_PHASES):
+    if not has_once(job):
         return job
     stages = (Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages)
     return replace(job, stages=tuple(stages))
