@@ -18,7 +18,7 @@ Messages go from edge to edge in topological order, so cost is linear in edges.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -35,7 +35,7 @@ from stretto.bounds.stage import (
     find_distances,
 )
 from stretto.errors import PlanError
-from stretto.ir.action import AFTER, BEFORE, ONCE_PHASES, Phase
+from stretto.ir.action import ONCE_PHASES
 from stretto.ir.costs import Costs
 from stretto.ir.flow import OVER_STEP, PHASES
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Edge, Job, Op
@@ -100,11 +100,11 @@ class Reach:
 
     By edge: leaves_us, before when its message cannot leave; travel_us, from then to its arrival; follows_us,
     what must pass after it has arrived. critical_us: the longest chain of one microbatch.
-    order: edges, each after those that it depends on. once: by rank and program, ops that run once a step.
+    order: edges, each after those that it depends on. once: by rank, ops that run once a step.
     """
 
     stages: tuple[StageReach, ...]
-    once: tuple[Mapping[Phase, Sequence[OnceReach]], ...]
+    once: tuple[Sequence[OnceReach], ...]
     leaves_us: tuple[float, ...]
     travel_us: tuple[float, ...]
     follows_us: tuple[float, ...]
@@ -185,7 +185,7 @@ def _least_us(inside: Distances, ops: Mask | int) -> float:
 
 
 def _stages(
-    job: Job, stage_ranks: tuple[int, ...], costs: Costs, once: Sequence[Mapping[Phase, Sequence[OnceOp]]]
+    job: Job, stage_ranks: tuple[int, ...], costs: Costs, once: Sequence[Sequence[OnceOp]]
 ) -> list[StageReach]:
     """Step 1; equal stages share their distances."""
     programs = [[op for phase in PHASES for op in stage.ops[phase]] for stage in job.stages]
@@ -194,7 +194,7 @@ def _stages(
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
     ends = _ends(job, stage_ranks, once, numbers)
-    there_us = [_there_us(of_rank[BEFORE]) for of_rank in once]
+    there_us = [_there_us(of_rank) for of_rank in once]
     pace = Pace.of(costs.processor)
     known: dict[StageShape, Distances] = {}
     stages: list[StageReach] = []
@@ -253,8 +253,8 @@ def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
         ) from None
 
 
-def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[dict[Phase, tuple[OnceOp, ...]]]:
-    """By rank, the programs that run once a step. An op without a time takes none.
+def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[tuple[OnceOp, ...]]:
+    """By rank, the ops of the programs that run once a step. An op without a time takes none.
 
     Raises PlanError for a collective that has no cost.
     """
@@ -271,19 +271,16 @@ def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[dict[Pha
             started = StartedTime(op.name, communicator.axes[0], time)
         return OnceOp(op, us, float(pace.least_us(np.array(us))), started)
 
-    return [
-        {
-            phase: tuple(
-                timed(s, op) for s in where.stages_of(rank) for op in job.stages[s].ops.get(phase, ())
-            )
-            for phase in ONCE_PHASES
-        }
-        for rank in range(where.ranks)
-    ]
+    def programs(rank: int) -> Iterator[OnceOp]:
+        for phase in ONCE_PHASES:
+            for stage in where.stages_of(rank):
+                yield from (timed(stage, op) for op in job.stages[stage].ops.get(phase, ()))
+
+    return [tuple(programs(rank)) for rank in range(where.ranks)]
 
 
 def _there_us(program: Sequence[OnceOp]) -> dict[str, float]:
-    """When each parameter that a program makes may be there."""
+    """When what ops write may be there."""
     there_us: dict[str, float] = {}
     begins_us(program, there_us)
     return {name: there_us[name] for one in program for name in one.op.writes}
@@ -294,13 +291,13 @@ def _once_reach(
     stage_ranks: Sequence[int],
     stages: Sequence[StageReach],
     rank: int,
-    once: Mapping[Phase, Sequence[OnceOp]],
-) -> dict[Phase, list[OnceReach]]:
+    once: Sequence[OnceOp],
+) -> list[OnceReach]:
     """What a rank runs once a step, when heads and tails of all other ops are known."""
     here = [(job.stages[at], stage) for at, stage in enumerate(stages) if stage_ranks[at] == rank]
-    made = {name for one in once[BEFORE] for name in one.op.writes}
+    made = {name for one in once for name in one.op.writes}
     follows_us: dict[str, float] = defaultdict(float)
-    for given, stage in here if made else ():
+    for given, stage in here:
         for op in (op for phase in PHASES for op in given.ops[phase] if not made.isdisjoint(op.uses)):
             at = stage.numbers[op.name]
             for name in made.intersection(op.uses):
@@ -314,26 +311,22 @@ def _once_reach(
             stage, at = stages[owner], stages[owner].numbers[value]
             added_us = float(stage.head_us[at]) + _least_us(stage.distances, at)
             there_us[name] = max(there_us[name], added_us)
-    result: dict[Phase, list[OnceReach]] = {}
-    for phase, program in once.items():
-        begins = begins_us(program, {} if phase is BEFORE else there_us)
-        rests = rests_us(program, follows_us if phase is BEFORE else {})
-        result[phase] = [OnceReach(one, begins[one.op.name], rests[one.op.name]) for one in program]
-    return result
+    begins, rests = begins_us(once, there_us), rests_us(once, follows_us)
+    return [OnceReach(one, begins[one.op.name], rests[one.op.name]) for one in once]
 
 
 def _ends(
     job: Job,
     stage_ranks: Sequence[int],
-    once: Sequence[Mapping[Phase, Sequence[OnceOp]]],
+    once: Sequence[Sequence[OnceOp]],
     numbers: Sequence[Mapping[str, int]],
 ) -> list[list[StageEnd]]:
     """The ends of every stage. numbers: by stage, op name -> number."""
     chains: list[dict[str, tuple[StartedTime, ...]]] = []
     for of_rank in once:
         chain: dict[str, tuple[StartedTime, ...]] = defaultdict(tuple)
-        started = {one.op.name: one.started for one in of_rank[AFTER] if one.started is not None}
-        leads, _ = around_starts([one.op for one in of_rank[AFTER]])
+        started = {one.op.name: one.started for one in of_rank if one.started is not None}
+        leads, _ = around_starts([one.op for one in of_rank])
         for name, lead in leads.items():
             if name:
                 for read in dict.fromkeys(n for op in lead for n in op.uses if n.startswith(OVER_STEP)):

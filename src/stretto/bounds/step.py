@@ -27,9 +27,9 @@ import numpy as np
 
 from stretto.bounds.machine import ROUNDING, MachineBound, MachineWork, OtherWork, one_machine
 from stretto.bounds.once import StartedTime
-from stretto.bounds.reach import OnceReach, Reach, find_reach
+from stretto.bounds.reach import Reach, find_reach
 from stretto.bounds.stage import NEVER, Array, after_lane
-from stretto.ir.action import BEFORE, Phase, Schedule
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
@@ -132,13 +132,13 @@ class _Machines:
             out: [(edge, costs.link(a, b)) for edge, a, b in ways if a != b and rank == (a if out else b)]
             for out in (True, False)
         }
-        self._once = [one for program in reach.once[rank].values() for one in program]
-        self._reductions = [*self._find_reductions(), *self._gathers(reach.once[rank][BEFORE])]
+        self._once = reach.once[rank]
+        self._started = self._find_started()
         lanes = [call.lane for stage in self._stages for call, _ in stage.calls]
-        self.axes = tuple(dict.fromkeys([*lanes, *(of.axis for of, _, _ in self._reductions)]))
+        self.axes = tuple(dict.fromkeys([*lanes, *(of.axis for of, _, _ in self._started)]))
 
-    def _find_reductions(self) -> list[tuple[StartedTime, float, float]]:
-        """Gradient reductions along axes other than pp, each with its head and tail."""
+    def _find_started(self) -> list[tuple[StartedTime, float, float]]:
+        """Collectives that start once a step, along axes other than pp, each with its head and tail."""
         largest: dict[str, tuple[StartedTime, float, float]] = {}
         for stage in self._stages:
             inside = stage.distances
@@ -152,14 +152,11 @@ class _Machines:
                         _, least_us, rest_us = largest.get(of.name, (of, 0.0, 0.0))
                         largest[of.name] = (of, max(least_us, head_us), max(rest_us, tail_us))
                     head_us += of.time.us
+        for one in self._once:
+            of = one.of.started
+            if of is not None and of.axis != PIPELINE:
+                largest.setdefault(of.name, (of, one.head_us + one.of.least_us, one.tail_us))
         return list(largest.values())
-
-    @staticmethod
-    def _gathers(program: Sequence[OnceReach]) -> Iterator[tuple[StartedTime, float, float]]:
-        """Collectives of what is made before actions."""
-        for one in program:
-            if one.of.started is not None:
-                yield one.of.started, one.head_us + one.of.least_us, one.tail_us
 
     def _calls(self, axis: str) -> Iterator[tuple[CollectiveTime, float, float]]:
         """The collectives of ops along an axis: time, head, tail; each comes once a microbatch."""
@@ -212,7 +209,7 @@ class _Machines:
         for time, head_us, tail_us in self._calls(axis):
             late_us = time.latency_us if card else 0.0
             work.add(head_us, tail_us + late_us, time.us - late_us)
-        for of, head_us, tail_us in self._reductions:
+        for of, head_us, tail_us in self._started:
             if of.axis == axis:
                 late_us = of.time.latency_us if card else 0.0
                 work.add(head_us, tail_us + late_us, once_us=of.time.us - late_us)
@@ -233,7 +230,7 @@ class _Machines:
             lanes.append(_other_work(self._m * sum(lost_us), shares, heads, tails))
         for axis in self.axes:
             transfers = [(self._m, *call) for call in self._calls(axis)]
-            transfers += [(1, of.time, head, tail) for of, head, tail in self._reductions if of.axis == axis]
+            transfers += [(1, of.time, head, tail) for of, head, tail in self._started if of.axis == axis]
             # No more than all of the processor can be lost.
             shares = [min(1.0, time.load) for _, time, _, _ in transfers]
             taken_us = sum(
