@@ -62,7 +62,7 @@ def test_the_loss_starts_before_sums_of_ties_on_all_ranks() -> None:
     plan = lowered(rich_job(4, 2), LOOPED)
     assert starts(plan, 0) == starts(plan, 1) == ["loss", "tied w0"]
     # A copy that adds nothing could be summed from the first run on.
-    job = plan.job
+    job = rich_job(4, 2)
     idle = tuple(replace(p, grads=()) if p.name == "w3" else replace(p, tied_to="w0") for p in job.parameters)
     idle = tuple(replace(p, tied_to="w0") if p.name == "w3" else p for p in idle)
     other = lowered(replace(job, parameters=idle), LOOPED)

@@ -73,7 +73,7 @@ def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -
 
 
 SMALL_BYTES = 4096
-"""A size that shows the latency, as all below it do. Assumed: a page."""
+"""A size that shows the latency. Assumed: a page."""
 
 MOST_SIZES = 6
 """Sizes that the ops themselves ask for, before neighbours; more are thinned out evenly."""
@@ -99,11 +99,12 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
         full = job if has_once(job) else with_once(job, placed(job, range(len(job.stages))))
         for _, op in full.all_ops:
             asked = op.collective
-            axes = () if asked is None else job.data_axes if op.lane == LOSS else (asked.axis,)
-            for axis in axes:
-                if asked is not None and job.size(axis) > 1:
-                    sizes[axis, asked.kind].add(max(asked.nbytes, SMALL_BYTES))
-                    dtypes[axis, asked.kind][op.made.dtype] += asked.nbytes
+            if asked is not None:
+                of_loss = op.lane == LOSS
+                for axis in job.data_axes if of_loss else (op.lane,):
+                    if job.size(axis) > 1:
+                        sizes[axis, asked.kind].add(SMALL_BYTES if of_loss else asked.nbytes)
+                        dtypes[axis, asked.kind][op.made.dtype] += asked.nbytes
     return tuple(
         WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)
