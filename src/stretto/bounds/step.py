@@ -153,9 +153,9 @@ class _Machines:
                         largest[of.name] = (of, max(least_us, head_us), max(rest_us, tail_us))
                     head_us += of.time.us
         for one in self._once:
-            of = one.of.started
-            if of is not None and of.axis != PIPELINE:
-                largest.setdefault(of.name, (of, one.head_us + one.of.least_us, one.tail_us))
+            started = one.of.started
+            if started is not None and started.axis != PIPELINE:
+                largest.setdefault(started.name, (started, one.head_us + one.of.least_us, one.tail_us))
         return list(largest.values())
 
     def _calls(self, axis: str) -> Iterator[tuple[CollectiveTime, float, float]]:
