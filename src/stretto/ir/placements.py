@@ -58,8 +58,8 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.prices import signature
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, Ref, TensorSpec, refs
-from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec, refs
+from stretto.ir.updates import SQUARES, UPDATE, by_element, clipped_by
 
 KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
@@ -83,8 +83,6 @@ IN_DTYPE = "stretto_copies.in_dtype.default"
 """Copies of tensors of any placement, of which each keeps its own."""
 
 SLICE = "aten.slice.Tensor"
-ELEMENTWISE = "aten.maximum.default"
-"""As an update is placed: a function of two elements that is not linear."""
 CAT, CLONE = "aten.cat.default", "aten.clone.default"
 SPLITS = frozenset(
     f"aten.{name}" for name in ("split.Tensor", "split_with_sizes.default", "split_with_sizes_copy.default")
@@ -159,10 +157,8 @@ class Placer:
             by = clipped_by(op)
             if by is not None and not self.of(by[0].name).is_full:
                 raise NeedsEqualError([by[0].name])
-            for gradient, names in updated(op):
-                for name in names:
-                    each = Op(name, ELEMENTWISE, (Ref(gradient), Ref(name)), (), (specs[name],))
-                    self.values[name] = self._placed(each, specs)[0]
+            for each in by_element(op, specs):
+                self.values[each.name] = self._placed(each, specs)[0]
             return
         result = self._placed(op, specs)
         if len(result) > 1:

@@ -43,6 +43,14 @@ def updated(op: Op) -> Iterator[Updated]:
         yield gradient.name, tuple(ref.name for ref in names)
 
 
+def by_element(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[Op]:
+    """Ops of the names of what an update changes that are placed as it is: functions of an element and of its
+    gradient that are not linear."""
+    for gradient, names in updated(op):
+        for name in names:
+            yield Op(name, "aten.maximum.default", (Ref(gradient), Ref(name)), (), (specs[name],))
+
+
 def clipped_by(op: Op) -> Clipped | None:
     """By which norm an update's gradients are scaled, if they are."""
     return (op.args[3], op.args[4]) if len(op.args) > 3 else None
