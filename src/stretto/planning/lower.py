@@ -180,6 +180,8 @@ def _order(
 
     # 5. What is summed.
     begin = [once.run(once.first, BEFORE)] if once.first else []
+    for at, ops in sorted(once.before.items()):
+        before[at].append(once.run(ops, BEFORE))
     for at, ops in sorted(once.after.items()):
         (after[at] if at >= 0 else before[0]).append(once.run(ops))
     if once.end:

@@ -24,9 +24,10 @@ class OncePlaces:
     """Where what a rank does once a step starts and is waited for.
 
     stage: whose programs these are. program: that of reductions. leads: start -> the ops that end with it.
-    tails: start -> those that begin with its wait. first: ops of a window before all. guests: run -> ops in
-    it. after: run -> ops of a window of its own that follows (-1: before all others). end: of the window at
-    the step's end. windows: those of nothing else that were made.
+    tails: start -> those that begin with its wait. first: ops of a window before all. before: run -> ops of a
+    window of its own before it. guests: run -> ops in it. after: run -> ops of a window of its own that
+    follows (-1: before all others). end: of the window at the step's end. windows: those of nothing else that
+    were made.
     """
 
     stage: int
@@ -34,6 +35,7 @@ class OncePlaces:
     leads: dict[str, list[Op]]
     tails: dict[str, list[Op]]
     first: list[Op] = field(default_factory=list)
+    before: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
     guests: dict[int, Guests] = field(default_factory=lambda: defaultdict(Guests))
     after: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
     end: list[Op] = field(default_factory=list)
@@ -158,7 +160,8 @@ def _behind(end: Sequence[Op], rest: Sequence[Op]) -> list[Op]:
 
 
 def _gathers(once: OncePlaces, job: Job, order: Sequence[Slot], program: Sequence[Op], overlap: bool) -> None:
-    """What runs before all others. Starts go first, and are waited for in the run that reads them first."""
+    """What runs before all others. Starts go first, and are waited for in the run that reads them first. What
+    leads to none runs before that run, where a rank that waits for a message has the time."""
     leads, tails = around_starts(program)
     first: dict[str, int] = {}
     for at, slot in reversed([*enumerate(order)]):
@@ -169,10 +172,16 @@ def _gathers(once: OncePlaces, job: Job, order: Sequence[Slot], program: Sequenc
         start: min((first[n] for op in tails.get(start, ()) for n in op.writes if n in first), default=None)
         for start in leads
     }
+    needed: dict[str, int] = defaultdict(lambda: len(order), first)
+    begin = min(first.values(), default=0)
+    for op in reversed(leads.pop("", [])):
+        at = min(needed[name] for name in (op.name, *op.writes))
+        needed.update((name, min(at, needed[name])) for name in op.uses)
+        (once.before[at] if begin < at < len(order) else once.first).insert(0, op)
     hosts = sorted({0, *(at for at in readers.values() if at is not None)})
     for start, lead in leads.items():
         reader = readers[start]
-        if not start or not overlap or reader is None:
+        if not overlap or reader is None:
             once.first += [*lead, *tails.get(start, ())]
             continue
         once.guests[0].begins.append(lead)
