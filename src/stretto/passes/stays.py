@@ -32,6 +32,9 @@ from stretto.passes.step import Context, LeftOutError, Step
 COUNTS = 4
 """How often less stays where a count says that it is too much. Assumed: each time far less is too much."""
 
+LESS = 0.95
+"""Of what a straight line says, what stays. Assumed: memory does not grow quite as one."""
+
 Kind = Literal["parameters", "gradients"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients")
 
@@ -172,7 +175,7 @@ def _most(
             return budgets
         bare = bare or peaks([0.0 for _ in may])
         budgets = [
-            budget if peak <= limit else budget * max(0, limit - least) / max(1, peak - least)
+            budget if peak <= limit else LESS * budget * max(0, limit - least) / max(1, peak - least)
             for budget, peak, least in zip(budgets, found, bare, strict=True)
         ]
         found = peaks(budgets)
