@@ -310,6 +310,7 @@ SCRIPTS = {
     "llama-described": "Llama 3 405B on 16,384 H100, predicted from the catalogue, beside Meta's.",
     "moe-described": "Experts on 16 H100, predicted from the catalogue.",
     "moe-text": "A mixture of experts beside its dense equal, from the folders of two runs.",
+    "zero-described": "Sharded state on H100, predicted from the catalogue.",
 }
 """Benchmarks whose module reads its own arguments."""
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.commands import bench, write_json
 from typer.testing import CliRunner
 
-from benchmarks import moe_described
+from benchmarks import moe_described, zero_described
 from stretto.errors import StrettoError, UsageError
 from stretto.schedule.families import FAMILIES
 from tests.files.test_kept import full_disk
@@ -90,3 +90,12 @@ def test_the_table_of_described_experts(capsys: pytest.CaptureFixture[str]) -> N
     step_ms = [float(row.split("|")[2]) for row in rows]
     assert step_ms[-1] == min(step_ms)
     assert chosen.startswith("2 chunks of the sequence")
+
+
+@pytest.mark.slow
+def test_the_table_of_sharded_state(capsys: pytest.CaptureFixture[str]) -> None:
+    zero_described.main(["gpt-zero-0"])
+    *_, row = capsys.readouterr().out.strip().split("\n")
+    assert float(row.split("all ")[1].split(" %")[0]) > 90
+    with pytest.raises(UsageError, match="choose of: llama-8b-zero-0"):
+        zero_described.main(["llama"])

@@ -37,7 +37,7 @@ from stretto.order.search import (
     WalkBudget,
     new_urgencies,
 )
-from stretto.order.walk import replay
+from stretto.order.walk import WalkResult, replay
 
 Policy = Callable[[WindowGraph], Sequence[int]]
 
@@ -53,6 +53,10 @@ WORK = 100_000
 
 FEWEST = 30
 """Walks of even the largest window. Assumed."""
+
+PIECES = (1, 8, 64, 512)
+"""In how many equal pieces of the captured order a list keeps it, until its memory fits. Of 16 layers that
+compute again, 64 fit; the step was as long in each. Assumed."""
 
 STALE_WALKS = 100
 """Walks without a gain that end a move of the search. Assumed."""
@@ -96,13 +100,25 @@ def list_order(
     """An order of the graph's nodes.
 
     urgency: by node; `urgencies` without it. limit_bytes: above the memory at the window's begin; what the
-    captured order needs without it.
+    captured order needs without it. Where an order needs more, as one does that computes much again before it
+    is read, the captured order is kept in more and more of its pieces (`PIECES`).
     """
     limit = captured_limit(graph) if limit_bytes is None else limit_bytes
     scope = SearchScope((make_rank_window(graph),), 0.0, 0.0, limit_bytes=limit)
-    result = scope.walk(SearchPoint((urgencies(graph) if urgency is None else urgency,), (0.0,)))
-    assert result is not None, "a window by itself comes to its end"
-    return result.orders[0]
+    given = urgencies(graph) if urgency is None else urgency
+    above_us = max(given, default=0.0) - min(given, default=0.0)
+    walked: list[WalkResult] = []
+    for pieces in PIECES:
+        # What begins later as captured is less urgent than all that does earlier.
+        late = (pieces * at // len(given) for at in range(len(given)))
+        result = scope.walk(
+            SearchPoint(([us - n * above_us for us, n in zip(given, late, strict=True)],), (0.0,))
+        )
+        assert result is not None, "a window by itself comes to its end"
+        walked.append(result)
+        if result.peak_bytes <= limit:
+            break
+    return min(walked, key=lambda one: (max(one.peak_bytes, limit), one.step_us)).orders[0]
 
 
 def improve_order(
@@ -113,7 +129,8 @@ def improve_order(
     fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us(graph), 0.0)
     captured = replace(fine, limit_bytes=0).walk(SearchPoint(orders=(range(len(graph.nodes)),)))
     assert captured is not None, "a legal order of one window comes to its end"
-    fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
+    limit = captured.peak_bytes if limit_bytes is None else limit_bytes
+    fine = replace(fine, limit_bytes=limit)
     # All ops where they can run, also the small ones: by the longest path, and as the search orders them.
     search = OrderSearch(fine, WalkBudget(0))
     search.best = captured
@@ -123,6 +140,8 @@ def improve_order(
         search.tried(SearchPoint(orders=(order,)))
         positions = {index: -float(at) for at, index in enumerate(order)}
         search.tried(SearchPoint(([positions[index] for index in range(len(order))],), (0.0,)))
+    if search.best.peak_bytes > limit:
+        return list_order(graph, limit_bytes=limit)
     return search.best.orders[0]
 
 
