@@ -81,7 +81,7 @@ DESCRIBED: Mapping[str, Described] = {
     "gpt-zero-0": Described(gpt, stretto.Parallel(pp=2, dp=2, microbatches=8, schedule="1f1b"), 4, rows=4),
     "mixtral-8x7b-zero-1": Described(
         mixtral_8x7b,
-        stretto.Parallel(dp=16, ep=8, zero=1, ampipe_degree=2, ep_buffer=1.25, recompute=LIMIT_BYTES),
+        stretto.Parallel(dp=16, ep=8, zero=1, ampipe_degree="auto", ep_buffer=1.25, recompute=LIMIT_BYTES),
         16,
         bf16_weights=True,
     ),
@@ -123,9 +123,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     names = list(arguments) or list(DESCRIBED)
     if unknown := [name for name in names if name not in DESCRIBED]:
         raise UsageError(f"there is no {unknown[0]!r}; choose of: {', '.join(DESCRIBED)}")
-    print(
-        "| | step ms | of the bound | hidden | GB a rank | planned s |\n| --- | --- | --- | --- | --- | --- |"
-    )
+    print(f"| | step ms | of the bound | hidden | GB a rank | planned s |\n{'| --- ' * 6}|")
     for name in names:
         begun_s = time.process_time()
         plan = planned(name)

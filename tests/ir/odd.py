@@ -81,6 +81,7 @@ def odd_plan() -> Plan:
         plan,
         job=job,
         windows={**plan.windows, "0F": replace(window, items=items)},
+        zero_why="nothing else fits",
         costs=replace(
             plan.costs,
             links={(1, 0): Link(1.0, 100.0, 2.0, "measured"), (0, 1): Link(2.0, math.inf)},

@@ -42,7 +42,7 @@ def between(cell: ZeroCell) -> int:
 def full_for_the_step(plan: Plan) -> tuple[int, int]:
     """How many parameters are gathered once a step, and how many gradients are scattered then."""
     once = [op for rank in range(plan.ranks) for op in plan.once(rank)]
-    gathered = {op.writes for op in once if op.writes is not None and op.writes.startswith(PARAM)}
+    gathered = {name for op in once for name in op.writes if name.startswith(PARAM)}
     added = {GRAD + p.name for p in plan.job.parameters if p.grads and not p.scattered}
     return len(gathered), len(added)
 

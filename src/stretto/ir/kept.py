@@ -37,11 +37,8 @@ def part_number(job: Job, parameter: Parameter, coordinates: Mapping[str, int]) 
 
 
 def rows_shape(job: Job, parameter: Parameter) -> tuple[int, ...]:
-    """What is cut along dim 0: the shape with its rows, of those that are kept in parts; else as it is."""
-    shape = parameter.spec.shape
-    if not parameter.kept:
-        return shape
-    parts = part_count(job, parameter)
+    """The shape with the rows that are cut, along dim 0."""
+    shape, parts = parameter.spec.shape, part_count(job, parameter)
     while len(shape) > 2 and shape[0] % parts:
         shape = (shape[0] * shape[1], *shape[2:])
     return shape or (1,)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from stretto.ir.flow import OVER_STEP, PHASES, is_external, made_parameters, res
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, FREE, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref
 from stretto.ir.storage import partial_sums
-from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
+from stretto.runtime.state_calls import state_call
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
@@ -276,16 +277,8 @@ class Writer:
         if op.target == GETITEM:
             self.read(part, op.name)  # it was taken when the tuple was made
             return
-        if op.target == FREE:
-            self.line(f"hooks.free({op.writes!r})")
-            return
-        if op.target == UPDATE:
-            gradients, by = tuple(gradient for gradient, _ in updated(op)), clipped_by(op)
-            norm = "" if by is None else f", {self.read(part, by[0].name)}, {by[1]!r}"
-            self.line(f"hooks.update({gradients!r}{norm})")
-            return
-        if op.target == SQUARES:
-            self.line(f"{self.name(part, op.name)} = hooks.squares({op.uses!r}, {op.args[1]})")
+        if of_state := state_call(op, partial(self.name, part), partial(self.read, part)):
+            self.line(of_state)
             return
         for name in op.uses:
             self.read(part, name)

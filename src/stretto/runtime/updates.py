@@ -111,7 +111,7 @@ def made_up_optimize(plan: Plan, parameters: Mapping[int, torch.Tensor]) -> Opti
         for k, tensor in parameters.items()
         if tensor.is_floating_point()
     }
-    optimizer = like(plan)([*of_tie.values()])
+    optimizer = like(plan)([*of_tie.values()] or [nn.Parameter(torch.empty(0))])
 
     def optimize(gradients: dict[int, torch.Tensor], norm: torch.Tensor | None, most: float) -> None:
         for k, gradient in gradients.items():
