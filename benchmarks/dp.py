@@ -16,6 +16,7 @@ as each plan reports it itself.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,7 +60,7 @@ from stretto.ir.timeline import Timeline
 from stretto.ir.transfers import axis_time
 from stretto.measure.measured import measure_forms
 from stretto.models.gpt import GPT, next_token_loss
-from stretto.planning.make_plan import make_plan
+from stretto.planning.make_plan import listed, make_plan
 from stretto.planning.schedules import choose_schedule
 
 AXIS = DP.name
@@ -226,7 +227,7 @@ def run_worker(setup: DataRace, kept: str = "") -> Any:
                 plans[name] = make_plan(
                     jobs[zero], costs[zero], overlap=system.overlap, max_bytes=setup.memory_bytes
                 )
-        runners |= start_runners(plans, model)  # ranks keep other parts at another level
+        runners |= start_runners(plans, copy.deepcopy(model))  # ranks keep other parts at another level
     theirs = {name: make(model, setup.microbatches) for name, make in TORCH.items()}
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners, theirs)
@@ -238,7 +239,11 @@ def run_worker(setup: DataRace, kept: str = "") -> Any:
     if not is_first():
         return None
     keep_runs(kept, runners, timelines)
-    known = {name: prediction_of(with_costs(plan, again[systems[name].zero])) for name, plan in plans.items()}
+    known: dict[str, Prediction] = {}
+    for name, plan in plans.items():
+        zero = systems[name].zero
+        now = listed(jobs[zero], again[zero]).costs_of(plan.job)  # of what planning made of it
+        known[name] = prediction_of(with_costs(plan, now))
     work = step_work(jobs[0], costs[0])
     return make_result(setup, plans, times, timelines, work, known, worst_error_vs_plain=error)
 
