@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import stretto
 from stretto.config import Parallel
 from stretto.errors import UsageError
+from stretto.ir.updates import UPDATE
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.runtime import updates
 from stretto.train.clip import GradientClip
@@ -152,6 +153,38 @@ def test_several_groups_keep_their_options() -> None:
     runner.step(DATA)
     same = [torch.equal(p, kept) for p, kept in zip(runner.parameters(), before, strict=True)]
     assert same == [p.dim() > 1 for p in runner.parameters()]
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Its steps are smaller and smaller, as its groups count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad, alpha=group["lr"] / group["step"])
+
+
+def test_what_groups_count_is_counted_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.passes.flat.LARGE_BYTES", 1)  # so that there are several updates
+    torch.manual_seed(0)
+    runner = one_rank(Parallel(updates=True), optimizer=CountsInGroups)
+    torch.manual_seed(0)
+    plain = one_rank(Parallel())
+    own = CountsInGroups(plain.parameters())
+    assert sum(op.target == UPDATE for op in runner.plan.once(0)) > 1
+    for _ in range(3):
+        runner.step(DATA)
+        plain.step(DATA)
+        own.step()
+        own.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(runner.parameters(), plain.parameters(), strict=True))
+    assert runner.optimizer is not None
+    assert runner.optimizer.param_groups[0]["step"] == 3
 
 
 def test_the_norm_alone_is_measured() -> None:

@@ -142,6 +142,17 @@ def test_rows_that_are_updated_while_they_are_gathered_are_refused(monkeypatch: 
     assert f"while {start.name} is under way in its memory" in said
 
 
+def test_rows_that_an_action_gathers_after_their_update_are_refused() -> None:
+    """With zero 3 the last backward gathers by itself."""
+    given = ZeroCell(3, updates=True).plan()
+    runs = [i for i in given.orders[0] if str(i.ref) in given.windows]
+    backward = next(i for i in reversed(runs) if given.windows[str(i.ref)].actions)
+    others = [i for i in given.orders[0] if i is not backward]
+    said = faults(replace(given, orders=((*others, backward), *given.orders[1:])))
+    assert "reads shard/" in said
+    assert "has changed it. Move it before that" in said
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_an_update_that_never_runs_is_refused(zero: int) -> None:
     given = plan(zero)

@@ -18,7 +18,7 @@ Messages go from edge to edge in topological order, so cost is linear in edges.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -37,7 +37,7 @@ from stretto.bounds.stage import (
 from stretto.errors import PlanError
 from stretto.ir.action import ONCE_PHASES
 from stretto.ir.costs import Costs
-from stretto.ir.flow import OVER_STEP, PHASES
+from stretto.ir.flow import OVER_STEP, PHASES, made_parameters
 from stretto.ir.program import GRAD, STEP_LOSS, WAIT, Edge, Job, Op
 from stretto.ir.transfers import (
     CollectiveTime,
@@ -194,7 +194,7 @@ def _stages(
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
     ends = _ends(job, stage_ranks, once, numbers)
-    there_us = [_there_us(of_rank) for of_rank in once]
+    there_us = [_there_us(of_rank, made_parameters(job)) for of_rank in once]
     pace = Pace.of(costs.processor)
     known: dict[StageShape, Distances] = {}
     stages: list[StageReach] = []
@@ -279,11 +279,11 @@ def _once(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[tuple[On
     return [tuple(programs(rank)) for rank in range(where.ranks)]
 
 
-def _there_us(program: Sequence[OnceOp]) -> dict[str, float]:
-    """When what ops write may be there."""
+def _there_us(program: Sequence[OnceOp], made: Collection[str]) -> dict[str, float]:
+    """When what is made for ops of actions may be there."""
     there_us: dict[str, float] = {}
     begins_us(program, there_us)
-    return {name: there_us[name] for one in program for name in one.op.writes}
+    return {name: there_us[name] for one in program for name in one.op.writes if name in made}
 
 
 def _once_reach(
@@ -295,7 +295,7 @@ def _once_reach(
 ) -> list[OnceReach]:
     """What a rank runs once a step, when heads and tails of all other ops are known."""
     here = [(job.stages[at], stage) for at, stage in enumerate(stages) if stage_ranks[at] == rank]
-    made = {name for one in once for name in one.op.writes}
+    made = made_parameters(job)
     follows_us: dict[str, float] = defaultdict(float)
     for given, stage in here:
         for op in (op for phase in PHASES for op in given.ops[phase] if not made.isdisjoint(op.uses)):

@@ -30,7 +30,7 @@ from stretto.ir.action import AFTER, ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
-from stretto.ir.program import PARAM, WAIT, Job, Op
+from stretto.ir.program import PARAM, SHARD, WAIT, Job, Op
 from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 from stretto.ir.transfers import axis_time, message_us, time_of
 from stretto.schedule.windows import adding_items
@@ -224,7 +224,7 @@ class _GraphMaker:
         known = self.ops[self.window.items[at].part]
         for name in op.uses:
             root = known[name].alias if name in known else None
-            yield root if root is not None and root.startswith(PARAM) else name
+            yield root if root is not None and root.startswith((PARAM, SHARD)) else name
 
     def _forward_first(self, needs: list[set[int]]) -> None:
         """Step 2: what F ends with comes before what the backward of its microbatch begins with."""

@@ -132,11 +132,13 @@ def _chained(
     """Reductions that need others start in a run after those in which these have started, if there is one, or
     in the final one. behind: start -> those that it needs; inside: start -> its run; grows."""
     hosts = sorted({*inside.values(), final})
+    awaited_in: dict[str, int] = {}
     for name, needed in behind.items():
         if not inside.keys() >= set(needed):
             continue
-        begun = max(inside[other] for other in needed)
-        inside[name] = next((at for at in hosts if at > begun), final)
+        least = max(max(inside[other] + 1, awaited_in.get(other, 0)) for other in needed)
+        inside[name] = next((at for at in hosts if at >= least), final)
+        awaited_in.update((other, inside[name]) for other in needed if other not in awaited_in)
         ends = {op.name for op in once.end}
         awaited = [op for other in inside if other in needed for op in once.tails[other] if op.name in ends]
         left = {op.name for op in awaited}

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,28 +66,46 @@ def optimizer_of(
 def optimize_by(optimizer: Optimizer, tensors: RankTensors) -> Optimize:
     """How a plan's updates are done."""
 
+    updated: set[int] = set()
+    options: list[dict[str, Any]] = []
+
     def optimize(gradients: dict[int, torch.Tensor], norm: torch.Tensor | None, most: float) -> None:
+        if not updated.isdisjoint(gradients) or not updated:  # a new step
+            updated.clear()
+            options[:] = [_options(group) for group in optimizer.param_groups]
+        updated.update(gradients)
         parameters = give(tensors, gradients)
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         with uncounted():  # its states count as a rank's throughout
             meet(optimizer)
-            step_over(optimizer, parameters)
+            step_over(optimizer, parameters, options)
         for parameter in parameters:
             parameter.grad = None
 
     return optimize
 
 
-def step_over(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """The optimizer's step over these of its parameters alone."""
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def step_over(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], options: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """The optimizer's step over these of its parameters alone. options: of its groups, as they were before
+    the step: what an optimizer counts in a group it counts once."""
     own = {id(parameter) for parameter in parameters}
     groups = optimizer.param_groups
     kept = [group["params"] for group in groups]
     narrowed = [[one for one in of_group if id(one) in own] for of_group in kept]
     try:
-        for group, some in zip(groups, narrowed, strict=True):
+        for at, (group, some) in enumerate(zip(groups, narrowed, strict=True)):
             group["params"] = some
+            if some and options:
+                for key in group.keys() - options[at].keys() - {"params"}:
+                    del group[key]
+                group.update(options[at])
         optimizer.param_groups = [group for group, some in zip(groups, narrowed, strict=True) if some]
         if optimizer.param_groups:
             optimizer.step()

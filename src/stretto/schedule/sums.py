@@ -137,7 +137,10 @@ class _RankReductions:
 
     def _by(self, step: _Step, names: Sequence[str]) -> list[Moved]:
         kind, lane = step
-        return [self._of_ties(name) for name in names] if lane == TIED else self._over(kind, lane, names)
+        # Ties have one order on all ranks.
+        return (
+            [self._of_ties(name) for name in sorted(names)] if lane == TIED else self._over(kind, lane, names)
+        )
 
     def _turn(self, step: _Step) -> tuple[int, str | int]:
         """Scatters, parts by axis, ties, copies of the data."""

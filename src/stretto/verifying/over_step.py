@@ -129,7 +129,7 @@ class _History:
         self.expected: dict[str, dict[str, int | None]] = {}
         contents = _Contents()
         self._run(plan.once(rank, BEFORE), contents)
-        changed = {name for op in self.program for name in op.writes if name.startswith(PARAM)}
+        changed = {name for op in self.program for name in op.writes if name.startswith((PARAM, SHARD))}
         self.lacking = made_parameters(plan.job) - contents.of.keys()
         self.made = {name: contents.of.get(name) for name in made_parameters(plan.job) | changed}
         for name in self.last:
@@ -204,7 +204,7 @@ class _History:
         late = next((one for one in before if one not in done), None)
         if late is not None:
             return f"reads {name} before {late} has written it", f"Move it after {late}"
-        if not before and name.startswith(PARAM):
+        if not before and name.startswith((PARAM, SHARD)):
             return f"reads {name}, which no op makes", "Add one that does"
         return f"reads {name} after {before[-1] if before else 'it'} has changed it", "Move it before that"
 
