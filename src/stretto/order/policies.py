@@ -58,6 +58,11 @@ PIECES = (1, 8, 64, 512)
 """In how many equal pieces of the captured order a list keeps it, until its memory fits. Of 16 layers that
 compute again, 64 fit; the step was as long in each. Assumed."""
 
+OVER = 1.5
+"""Times the memory that it is given, from where a window's order is too much: plans are proved with all of a
+rank's memory, of which a window has a part. Assumed.
+"""
+
 STALE_WALKS = 100
 """Walks without a gain that end a move of the search. Assumed."""
 
@@ -100,13 +105,14 @@ def list_order(
     """An order of the graph's nodes.
 
     urgency: by node; `urgencies` without it. limit_bytes: above the memory at the window's begin; what the
-    captured order needs without it. Where an order needs more, as one does that computes much again before it
-    is read, the captured order is kept in more and more of its pieces (`PIECES`).
+    captured order needs without it. Where an order needs much more (`OVER`), as one does that computes much
+    again before it is read, the captured order is kept in more and more of its pieces (`PIECES`).
     """
     limit = captured_limit(graph) if limit_bytes is None else limit_bytes
     scope = SearchScope((make_rank_window(graph),), 0.0, 0.0, limit_bytes=limit)
     given = urgencies(graph) if urgency is None else urgency
     above_us = max(given, default=0.0) - min(given, default=0.0)
+    most = OVER * limit
     walked: list[WalkResult] = []
     for pieces in PIECES:
         # What begins later as captured is less urgent than all that does earlier.
@@ -116,9 +122,9 @@ def list_order(
         )
         assert result is not None, "a window by itself comes to its end"
         walked.append(result)
-        if result.peak_bytes <= limit:
+        if result.peak_bytes <= most:
             break
-    return min(walked, key=lambda one: (max(one.peak_bytes, limit), one.step_us)).orders[0]
+    return min(walked, key=lambda one: (max(one.peak_bytes, most), one.step_us)).orders[0]
 
 
 def improve_order(
@@ -140,7 +146,7 @@ def improve_order(
         search.tried(SearchPoint(orders=(order,)))
         positions = {index: -float(at) for at, index in enumerate(order)}
         search.tried(SearchPoint(([positions[index] for index in range(len(order))],), (0.0,)))
-    if search.best.peak_bytes > limit:
+    if search.best.peak_bytes > OVER * limit:
         return list_order(graph, limit_bytes=limit)
     return search.best.orders[0]
 
