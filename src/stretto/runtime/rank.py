@@ -252,8 +252,8 @@ class RankState:
     def squares(self, gradients: Sequence[str], copies: int) -> torch.Tensor:
         """The sum of squares of their elements, over `copies`."""
         dtype = getattr(torch, norm_spec(self.plan.job).dtype)
-        norms = [torch.linalg.vector_norm(self.over_step(name), dtype=dtype) for name in gradients]
-        return torch.stack(norms).square().sum() / copies
+        norm = torch.nn.utils.get_total_norm([self.over_step(name).to(dtype) for name in gradients])
+        return norm.square() / copies
 
     def update(self, gradients: Sequence[str], norm: torch.Tensor | None = None, most: float = 0.0) -> None:
         """What the optimizer does with these, which are scaled where the norm of all is above `most`; they
