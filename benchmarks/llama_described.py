@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import stretto
+from benchmarks.zero_described import llama
 from stretto.models.build import huggingface_sum
 from stretto.price.devices import device
 
@@ -35,18 +36,8 @@ PUBLISHED_TFLOPS, PUBLISHED_MFU = 400.0, 0.41
 
 
 def model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-        intermediate_size=53248,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-        tie_word_embeddings=False,
-    )
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        return llama(LAYERS, HIDDEN, 128, 53248)
 
 
 def captured(chunks: int) -> stretto.Job:

@@ -28,7 +28,8 @@ LIMIT_BYTES = 80 * 10**9
 """Of an H100; what is computed again is what it asks for."""
 
 
-def _llama(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
+def llama(layers: int, hidden: int, heads: int, inner: int) -> LlamaForCausalLM:
+    """Of Llama 3's vocabulary and key heads."""
     config = LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -43,11 +44,11 @@ def _llama(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
 
 
 def llama_8b() -> nn.Module:
-    return _llama(32, 4096, 32, 14336)
+    return llama(32, 4096, 32, 14336)
 
 
 def llama_70b() -> nn.Module:
-    return _llama(80, 8192, 64, 28672)
+    return llama(80, 8192, 64, 28672)
 
 
 def mixtral_8x7b() -> nn.Module:

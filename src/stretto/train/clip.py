@@ -18,11 +18,10 @@ import torch
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.kept import part_count, part_number
+from stretto.ir.plan import NORM
 from stretto.ir.program import Job
+from stretto.ir.updates import norm_spec
 from stretto.runtime import Runner
-
-LANE = "norm"
-"""The communicator of step 2."""
 
 
 class GradientClip:
@@ -45,13 +44,11 @@ class GradientClip:
             for name, parameter in runner.named_parameters()
             if tied_to[name] in index and runner.owns(name)
         ]
-        # The finest dtype of the model's gradients, those of other ranks too: all send the same.
-        finest = any(p.grads and p.grad_dtype == "float64" for p in job.parameters)
-        dtype = torch.float64 if finest else torch.float32
+        dtype = getattr(torch, norm_spec(job).dtype)  # of other ranks' gradients too: all send the same
         self._norms = torch.zeros(count, dtype=dtype, device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
-            everyone = runner.plan.everyone(LANE)
+            everyone = runner.plan.everyone(NORM)
             runner.transport.open((*runner.plan.communicators, everyone), runner.device, runner.plan.mesh)
 
     @torch.no_grad()
@@ -66,7 +63,7 @@ class GradientClip:
                 own = parameter.grad.as_subclass(torch.Tensor)  # a part's knows that it is one
                 self._norms[at] = torch.linalg.vector_norm(own)
         if self._transport.size > 1:
-            self._transport.collective(LANE, ALL_REDUCE.name, self._norms, self._norms, "sum").wait()
+            self._transport.collective(NORM, ALL_REDUCE.name, self._norms, self._norms, "sum").wait()
         total: torch.Tensor = torch.linalg.vector_norm(self._norms)
         if self._max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, total)
