@@ -158,6 +158,24 @@ def test_a_window_that_is_listed_takes_as_long_as_its_order_walked_again(seed: i
     assert scope.walk(SearchPoint(orders=made.orders), 0.9 * graph.work_us) is None
 
 
+def test_what_a_window_starts_counts_until_it_is_done() -> None:
+    """A step ends with its reductions, whatever program has them: nothing in the window waits for these. The
+    longer way goes first, and the compute lane waits for none."""
+    ways = ((100.0, 10.0), (100.0, 300.0), (100.0, 200.0))
+    nodes: list[Node] = []
+    for us, lane_us in ways:
+        nodes.append(Node(Item(ItemKind.OP, 0, f"n{len(nodes)}"), Role.COMPUTE, us))
+        nodes.append(Node(Item(ItemKind.OP, 0, f"n{len(nodes)}"), Role.START, lane="dp", time_us=lane_us))
+    before = [(at - 1,) if at % 2 else () for at in range(6)]
+    after = [() if at % 2 else (at + 1,) for at in range(6)]
+    window = Window("by hand", ((0, Phase.F),), tuple(node.item for node in nodes))
+    graph = WindowGraph(window, tuple(nodes), tuple(before), tuple(after), ())
+    assert graph.leaving == {1, 3, 5}
+    made = replay(graph, legal_order("list", graph))
+    assert made.step_us == 100 + 300 + 200 + 10
+    assert made.end_us == 300
+
+
 def test_a_memory_limit_holds_ops_back() -> None:
     # Eight independent ops of 10 bytes each, each freed by a second op; both can run at any time.
     nodes = [Node(Item(ItemKind.OP, 0, f"n{k}"), Role.COMPUTE, 10.0) for k in range(16)]

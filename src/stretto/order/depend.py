@@ -1,8 +1,8 @@
 """The graph of a window that policies order: what an order must respect, and what each item costs.
 
 1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
-   for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
-   of a gradient reduction, which nothing in the window waits for.
+   for its time on the lane of its axis; a wait for a collective; a message's wait and its send. What a
+   window starts may be waited for later, as gradient reductions are (`leaving`).
 2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
    value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
    before the backward's first op: lower bounds count on actions of a microbatch in this order.
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stretto.ir.action import AFTER, ONCE_PHASES, Phase
+from stretto.ir.action import ONCE_PHASES, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
@@ -44,14 +44,13 @@ class Role(StrEnum):
     FINISH = "finish"
     RECEIVE = "receive"
     SEND = "send"
-    SUM = "sum"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """One item. work_us: on the compute lane.
 
-    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
+    lane, time_us, load: of the collective that a START starts: its axis, its time when it does not
         share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
         message's time; for a FINISH whose start is in an earlier window, when its collective ends, counted
         from the window's begin.
@@ -108,6 +107,12 @@ class WindowGraph:
     def work_us(self) -> float:
         """All work on the compute lane."""
         return sum(node.work_us for node in self.nodes)
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The starts that nothing in the window waits for: the window ends, and they are under way."""
+        starts = (index for index, node in enumerate(self.nodes) if node.role is Role.START)
+        return frozenset(starts).difference(node.start for node in self.nodes)
 
     @property
     def communicates(self) -> bool:
@@ -252,13 +257,12 @@ class _GraphMaker:
 
     def _op(self, item: Item, op: Op) -> Node:
         """Step 1 for an op."""
-        stage, phase = self.window.parts[item.part]
+        stage, _ = self.window.parts[item.part]
         work_us = time_of(self.costs, stage, op)
         asked = op.collective
         if asked is not None:
             time = axis_time(self.costs, asked.axis, asked.kind, asked.nbytes)
-            role = Role.SUM if phase is AFTER else Role.START
-            return Node(item, role, work_us, asked.axis, time.us, time.load)
+            return Node(item, Role.START, work_us, asked.axis, time.us, time.load)
         if op.target == WAIT:
             start = self._maker(item.part, op.uses[0])
             us = 0.0

@@ -56,7 +56,7 @@ def _last_orders(graph: WindowGraph, limit: int, search: bool) -> Iterator[tuple
     for times in DELAYED if early.step_us > early.end_us else ():
         delayed = _latest(graph, order, times * (early.step_us - early.end_us))
         yield list_order(graph, urgency=_reductions_first(graph, delayed), limit_bytes=limit)
-    if graph.communicates and search:
+    if search and any(node.role is Role.FINISH for node in graph.nodes):
         yield improve_order(graph, limit_bytes=limit, walks=WALKS_OF_LAST_RUN)
 
 
@@ -88,12 +88,13 @@ def _reductions_first(graph: WindowGraph, delayed: Collection[int] = ()) -> list
 def _leading_to_one(graph: WindowGraph) -> list[bool]:
     """By node, whether it leads to one reduction and to no other communication."""
     leads = [0] * len(graph.nodes)  # bit n: to the communication that node n starts
+    leaving = graph.leaving
     reductions = 0
     for index in reversed(range(len(graph.nodes))):
         role = graph.nodes[index].role
-        if role in (Role.SUM, Role.START, Role.SEND):
+        if role in (Role.START, Role.SEND):
             leads[index] = 1 << index
-        if role is Role.SUM:  # and to those that need it
+        if index in leaving:  # and to those that need it
             reductions |= leads[index]
             continue
         for user in graph.after[index]:

@@ -2,14 +2,15 @@
 
 The order is legal, and the same for the same graph and urgencies.
 
-    1. A send that can go, goes, and so does a gradient reduction. Of the ops whose values exist the most
-       urgent is next, but before those for which the lane would have to wait until the slowest rank of its
-       pipeline rank has done its part of a collective; and before those that take more memory than is left.
+    1. A send that can go, goes. Of the ops whose values exist the most urgent is next, but before those for
+       which the lane would have to wait until the slowest rank of its pipeline rank has done its part of a
+       collective; and before those that take more memory than is left.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
        more: lanes keep their order, and something more urgent may be ready after the op.
     3. Not if a start that is more urgent could go soon after the lane is free: within `patience` times what
        the first would take. A lane that waits for a moment may be better than one that is taken.
-    4. If there is nothing to do, the compute lane waits until something arrives.
+    4. If there is nothing to do, the compute lane waits until something arrives. Starts that only a later
+       window waits for go when nothing else is to come.
     5. Waits, views and ops that take little come directly before their first user (`order.rank_window`).
 
 Source: list scheduling by critical path is Graham's and Hu's; the lanes are those of `docs/overlap.md`.
@@ -79,7 +80,7 @@ class ListScheduler(LaneWalk):
                 self._there(index)
                 return
             arrival.then(partial(self._arrives, index))
-        elif self.graph.nodes[index].role in (Role.SEND, Role.SUM):
+        elif self.graph.nodes[index].role is Role.SEND:
             heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
             node = self.graph.nodes[index]
@@ -108,7 +109,7 @@ class ListScheduler(LaneWalk):
             elif self._ready:  # steps 1 to 3: the next of the ops that are ready, or a start before it
                 start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
                 index = self._soonest() if start is None else start
-            elif (start := self._dry(0.0)) is not None:
+            elif (start := self._dry(0.0)) is not None or (start := self._last()) is not None:
                 index = start
             else:
                 self._stall()
@@ -159,6 +160,12 @@ class ListScheduler(LaneWalk):
                 if idle or not self._worth_waiting(lane, starts[0][1]):
                     return heapq.heappop(starts)[1]
         return None
+
+    def _last(self) -> int | None:
+        """Step 4: the next start, where there are only starts to come."""
+        starts = [lane for lane in self._starts.values() if lane]
+        last = sum(map(len, starts)) == self._to_come
+        return heapq.heappop(min(starts))[1] if starts and last else None
 
     def _free(self, lane: str) -> float:
         return max(self._clock.now_us, self._free_us[lane]) if self._flying[lane] else self._clock.now_us

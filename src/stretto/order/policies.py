@@ -82,9 +82,7 @@ def urgencies(graph: WindowGraph) -> list[float]:
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         behind = max((path_us[n] for n in graph.after[index]), default=0.0)
-        # What only a later window waits for is in no hurry.
-        leads = node.role in (Role.SEND, Role.SUM) or (node.role is Role.START and graph.after[index])
-        on_lane_us = node.time_us if leads else 0.0
+        on_lane_us = node.time_us if node.role in (Role.START, Role.SEND) else 0.0
         path_us[index] = max(node.work_us, on_lane_us) + behind
     return path_us
 

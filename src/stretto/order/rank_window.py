@@ -54,6 +54,11 @@ class RankWindow:
         return self.graph.work_us
 
     @cached_property
+    def leaving(self) -> frozenset[int]:
+        """The starts that nothing in the window waits for."""
+        return self.graph.leaving
+
+    @cached_property
     def most_bytes(self) -> tuple[int, ...]:
         """By node, what it allocates with all that is placed with it, at most."""
         return tuple(sum(map(self.memory.allocates.__getitem__, needs)) for needs in self.needs)
@@ -75,7 +80,7 @@ class RankWindow:
         graph = self.graph
         leads: list[int] = [-1] * len(graph.nodes)
         for index in reversed(range(len(graph.nodes))):
-            if graph.nodes[index].role in (Role.START, Role.SEND, Role.SUM):
+            if graph.nodes[index].role in (Role.START, Role.SEND):
                 leads[index] = index
             else:
                 leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)

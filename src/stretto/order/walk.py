@@ -37,8 +37,8 @@ class WalkTimes:
 
 @dataclass(frozen=True, slots=True)
 class WalkResult:
-    """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
-    of the window's nodes. end_us: when the last lane had ended; stall_us, exposed_us: of all ranks, how long
+    """How long the step took, or a window with all that it starts; and by rank the order of the window's
+    nodes. end_us: when the last lane had ended; stall_us, exposed_us: of all ranks, how long
     lanes waited, and for collectives; timings: by rank; peak_bytes: the most of a rank above that at the
     begin, where memory is counted."""
 
@@ -71,8 +71,10 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
         resources.clock.run()
     except TooLongError:
         return None
+    if any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
+        return None
     step_us = max(max(rank.end_us, rank.late_us) for rank in ranks)
-    if step_us > most_us or any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
+    if step_us > most_us:
         return None
     return WalkResult(
         step_us,
@@ -86,8 +88,7 @@ def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float =
 
 
 class LaneWalk(ABC):
-    """One rank's compute lane. order: the nodes so far; late_us: when the gradient reductions
-    that it starts have ended; worked_us: how long the lane has worked;
+    """One rank's compute lane. order: the nodes so far; worked_us: how long the lane has worked;
     memory: of the rank, if it is counted; last_us: the most that the lane may have waited when it goes on."""
 
     last_us: float
@@ -97,7 +98,7 @@ class LaneWalk(ABC):
     ) -> None:
         self.graph = window.graph
         self.order: list[int] = []
-        self.end_us = self.exposed_us = self.late_us = self.worked_us = 0.0
+        self.end_us = self.exposed_us = self.worked_us = 0.0
         self.memory = memory
         self._resources = resources
         self._clock = resources.clock
@@ -112,6 +113,11 @@ class LaneWalk(ABC):
         """Since when the lane has waited, and no one has counted."""
         self._ends_us = [0.0] * len(self.graph.nodes)
         self._work_us = 0.0
+
+    @property
+    def late_us(self) -> float:
+        """At the end of the walk: when what it started and did not wait for had ended."""
+        return max((self._started[index].us for index in self.window.leaving), default=0.0)
 
     def begin(self) -> None:
         """Post all receives, and go on until the lane works or waits."""
@@ -153,7 +159,7 @@ class LaneWalk(ABC):
     def _wake(self, index: int) -> None:
         """What a node waits for has arrived; a lane that works sees it when its op has ended."""
         if self._idle_since_us is not None:
-            if self.graph.nodes[index].role in (Role.START, Role.FINISH):
+            if self.graph.nodes[index].role in (Role.START, Role.FINISH) and not self.end_us:
                 self.exposed_us += self._clock.now_us - self._idle_since_us
             self._idle_since_us = self._clock.now_us
         self._resources.soon(self._resume)
@@ -236,9 +242,6 @@ class LaneWalk(ABC):
             self._resources.send(node, self._microbatch(node))
         elif node.role is Role.START:
             self._started[index] = self._resources.start(self._rank, self.window, index)
-        elif node.role is Role.SUM:
-            self._started[index] = self._resources.start(self._rank, self.window, index)
-            self.late_us = max(self.late_us, self._started[index].us)
 
 
 def replay(graph: WindowGraph, order: Sequence[int]) -> WalkResult:
