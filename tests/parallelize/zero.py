@@ -39,7 +39,8 @@ Trained = dict[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class ZeroCell:
     """How a model is trained. `pp` is 1 or 2, with what `schedule` needs of stages; 2 tensor-parallel ranks
-    also share the sequence, and 2 expert-parallel ones work in two chunks. A kind of cp has 2 ranks."""
+    also share the sequence, and 2 expert-parallel ones work in two chunks. A kind of cp has 2 ranks.
+    frozen_later: of the Runner's parameters, behind the capture."""
 
     zero: Literal[0, 1, 2, 3, "auto"]
     dp_shard: int | None = None
@@ -51,6 +52,7 @@ class ZeroCell:
     recompute: str = "none"
     tied: bool = False
     frozen: bool = False
+    frozen_later: bool = False
     clipped: bool = False
     precision: Literal["float64", "bf16"] = "float64"
     experts: int = 4
@@ -125,6 +127,8 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 def plain_training(cell: ZeroCell) -> Trained:
     """By PyTorch alone, on full batches."""
     model = cell.model()
+    for name in FROZEN if cell.frozen_later else ():
+        model.get_parameter(name).requires_grad_(False)
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
         _, grads = plain_step(model, moe_token_sum, batch(step), DP * cell.microbatches)
@@ -141,6 +145,9 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
     """By a plan. What several ranks keep is the same on each, bit by bit, and all rows are kept somewhere."""
 
     def work(runner: Runner) -> tuple[Mapping[str, int], Trained]:
+        for name, parameter in runner.named_parameters() if cell.frozen_later else ():
+            if name in FROZEN:
+                parameter.requires_grad_(False)
         if runner.optimizer is not None:
             for step in range(STEPS):
                 runner.step(batch(step))

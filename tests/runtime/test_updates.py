@@ -49,10 +49,13 @@ SLOW_CELLS = [
 CLIPPED = [
     ZeroCell(1, pp=2, tied=True, frozen=True, clipped=True),
     ZeroCell(1, dp_shard=2, tp=2, clipped=True),
+    ZeroCell(1, pp=2, frozen_later=True, clipped=True),
 ]
 SLOW_CLIPPED = [
     ZeroCell(0, tied=True, clipped=True),
     ZeroCell(3, ep=2, clipped=True),
+    ZeroCell(3, ep=2, frozen_later=True, clipped=True),
+    ZeroCell(0, tied=True, frozen_later=True, clipped=True),
 ]
 
 
@@ -141,6 +144,25 @@ def test_what_is_frozen_later_is_left_alone() -> None:
     runner.step(DATA)
     assert torch.equal(first, before[0])
     assert not torch.equal(second, before[1])
+
+
+@pytest.mark.parametrize("trained", [0, 1, 3])
+def test_what_is_frozen_later_is_not_of_the_norm(trained: int) -> None:
+    """Gradients of all are reduced, and the norm is of those of what trains."""
+    torch.manual_seed(0)
+    runner = one_rank(Parallel(updates=True, clip_norm=0.01), optimizer=adamw)
+    torch.manual_seed(0)
+    plain = one_rank(Parallel())
+    for of in (runner, plain):
+        for parameter in [*of.parameters()][trained:]:
+            parameter.requires_grad_(False)
+    clip, own = GradientClip(plain, 0.01), adamw([*plain.parameters()])
+    runner.step(DATA)
+    plain.step(DATA)
+    assert runner.grad_norm == pytest.approx(float(clip()), rel=1e-14)
+    own.step()
+    pairs = zip(runner.parameters(), plain.parameters(), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-13, atol=0) for a, b in pairs)
 
 
 def test_several_groups_keep_their_options() -> None:

@@ -70,6 +70,8 @@ class RankState:
         """Where updates are ops: changes parameters by gradients (index in the job -> the gradient), which it
         may keep. Where there is a norm, it scales them, so that the norm becomes the last argument at
         most."""
+        self.trains: Callable[[int], bool] = lambda _: True
+        """Whether a parameter (index in the job) is still trained: else its gradient is not of the norm."""
         self.norm: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         self.clock = clock_of(device)
@@ -250,10 +252,12 @@ class RankState:
             self.grads.pop(self._numbers.get(name, -1), None)
 
     def squares(self, gradients: Sequence[str], copies: int) -> torch.Tensor:
-        """The sum of squares of their elements, over `copies`."""
+        """The sum of squares of their elements, over `copies`; of those that are still trained."""
         dtype = getattr(torch, norm_spec(self.plan.job).dtype)
-        norm = torch.nn.utils.get_total_norm([self.over_step(name).to(dtype) for name in gradients])
-        return norm.square() / copies
+        counted = [self.over_step(name) for name in gradients if self.trains(self._numbers[name])]
+        if not counted:
+            return torch.zeros((), dtype=dtype, device=self.device)
+        return torch.nn.utils.get_total_norm([one.to(dtype) for one in counted]).square() / copies
 
     def update(self, gradients: Sequence[str], norm: torch.Tensor | None = None, most: float = 0.0) -> None:
         """What the optimizer does with these, which are scaled where the norm of all is above `most`; they

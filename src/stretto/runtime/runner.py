@@ -163,6 +163,7 @@ class Runner:
         self.optimizer = optimizer_of(plan, optimizer, [*self.parameters()], cuda_graph)
         if self.optimizer is not None:
             self.state.optimize = optimize_by(self.optimizer, self.tensors)
+            self.state.trains = lambda k: self.tensors.parameters[k].requires_grad
 
     # Parameters.
 
