@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import stretto
+from stretto.config import Parallel
 from stretto.ir.action import AFTER, BEFORE, ONCE, Phase
 from stretto.ir.plan import NORM, Item, ItemKind, Plan, shares_of
 from stretto.ir.program import FREE, WAIT, Op, Ref, Stage
 from stretto.ir.updates import SQUARES, UPDATE, update_op, updated
 from stretto.passes import flat
+from stretto.schedule import norm as norm_maker
+from stretto.schedule import updates as updates_maker
 from stretto.verifying import plan_faults
+from tests.clusters import cores
+from tests.parallelize.equality import batch_of
+from tests.parallelize.test_key_heads import hf
 from tests.parallelize.zero import ZeroCell
+from tests.runtime.equality import huggingface_loss
 
 
 @cache
@@ -298,3 +308,68 @@ def test_a_norm_of_gradients_that_are_not_reduced_is_refused() -> None:
     name = squares(given.once(0)).name
     said = faults(moved(given, name, last_window(given), 0))
     assert "reads grad/" in said
+
+
+# What planning gets wrong wherever it asks: the proof asks others.
+
+
+def test_the_proof_asks_nothing_of_those_who_make_updates() -> None:
+    texts = {path.name: path.read_text() for path in Path(stretto.__file__).parent.glob("verifying/*.py")}
+    makers = ("stretto.schedule.updates", "stretto.schedule.norm")
+    assert [name for name, text in texts.items() if any(f"from {maker} " in text for maker in makers)] == []
+    assert "reduced.py" in texts
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (lambda p, rank, tied: True, "is counted 2 times, on ranks 0, 1"),
+        (lambda p, rank, tied: p.tied_to not in tied, "is counted 0 times, on no rank"),
+        (lambda p, rank, tied: max(tied.get(p.tied_to, (rank,))) == rank, ""),  # another rank is as right
+    ],
+)
+def test_copies_that_count_otherwise(monkeypatch: pytest.MonkeyPatch, counts: Any, said: str) -> None:
+    monkeypatch.setattr(updates_maker, "counts", counts)
+    given = ZeroCell(1, pp=2, tied=True, updates=True, clipped=True).plan
+    if not said:
+        assert plan_faults(given()) == []
+        return
+    with pytest.raises(stretto.PlanError, match=said):
+        given()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_name_of_a_tie_that_updates_forget(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
+    """Both ends of a model are on one rank, so ops read one tensor by two names."""
+    made = updates_maker.changed_by
+    monkeypatch.setattr(updates_maker, "changed_by", lambda *given: made(*given)[:1])
+    plan = ZeroCell(zero, tied=True, updates=True).plan  # type: ignore[arg-type]
+    if zero:
+        assert plan_faults(plan()) == []  # rows have one name
+        return
+    with pytest.raises(stretto.PlanError, match=r"param/.* at the end, instead of param/.*, grad/"):
+        plan()
+
+
+@pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
+def test_parts_that_ranks_share_and_that_count_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = norm_maker.parts_over
+    monkeypatch.setattr(norm_maker, "parts_over", lambda *given: (made(*given)[0], 1))
+    parallel = Parallel(tp=4, microbatches=2, updates=True, clip_norm=0.1)
+    job = stretto.capture(hf("LlamaForCausalLM", 2), batch_of(), huggingface_loss, parallel)
+    with pytest.raises(stretto.PlanError, match="as if 1 ranks had the same, and 2 do"):
+        stretto.plan(job, cores(), order="list")
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_an_axis_over_which_squares_are_not_added_up(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
+    made = norm_maker.parts_over
+
+    def short(*given: Any) -> tuple[tuple[str, ...], int]:
+        axes, copies = made(*given)
+        return tuple(one for one in axes if one != axis), copies
+
+    monkeypatch.setattr(norm_maker, "parts_over", short)
+    with pytest.raises(stretto.PlanError, match=rf"only a partial sum .along {axis}"):
+        ZeroCell(1, tp=2, updates=True, clipped=True).plan()

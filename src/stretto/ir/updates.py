@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stretto.ir.parameters import Parameter, TensorSpec
+from stretto.ir.parameters import TensorSpec
 from stretto.ir.program import Job, Op, Ref
 
 UPDATE = "state.update"
@@ -95,15 +95,3 @@ def norm_spec(job: Job) -> TensorSpec:
     """Of the norm of all gradients: in the finest dtype that one of them has."""
     finest = any(p.grads and p.grad_dtype == "float64" for p in job.parameters)
     return TensorSpec((), "float64" if finest else "float32")
-
-
-def parts_over(job: Job, parameter: Parameter) -> tuple[tuple[str, ...], int]:
-    """The axes over which ranks have different parts of a gradient that is reduced, and how many of these
-    ranks have the same one."""
-    axes, copies = [], 1
-    for axis, size in job.axes:
-        shard = next((one for one in parameter.shards if one.axis == axis), None)
-        if size > 1 and (axis in parameter.kept or (shard is not None and shard.parts(size) > 1)):
-            axes.append(axis)
-            copies *= 1 if shard is None else shard.copies
-    return tuple(axes), copies

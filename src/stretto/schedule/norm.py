@@ -16,7 +16,7 @@ from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.plan import NORM
 from stretto.ir.program import GRAD, STEP_NORM, WAIT, Const, Job, Op, Parameter, Ref
-from stretto.ir.updates import SQUARES, norm_spec, parts_over
+from stretto.ir.updates import SQUARES, norm_spec
 from stretto.passes.flat import ADD
 
 ROOT = "aten.sqrt.default"
@@ -93,3 +93,15 @@ class _Sums:
         yield Op(f"{name}.sum", WAIT, (Ref(name),), (), (spec,), place)
         self._lies_in[f"{name}.sum"] = place
         self.left.setdefault(after, []).append(f"{name}.sum")
+
+
+def parts_over(job: Job, parameter: Parameter) -> tuple[tuple[str, ...], int]:
+    """The axes over which ranks have different parts of a gradient that is reduced, and how many of these
+    ranks have the same one."""
+    axes, copies = [], 1
+    for axis, size in job.axes:
+        shard = next((one for one in parameter.shards if one.axis == axis), None)
+        if size > 1 and (axis in parameter.kept or (shard is not None and shard.parts(size) > 1)):
+            axes.append(axis)
+            copies *= 1 if shard is None else shard.copies
+    return tuple(axes), copies

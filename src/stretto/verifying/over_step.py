@@ -30,7 +30,7 @@ from stretto.ir.program import (
     Op,
 )
 from stretto.verifying.fault import Fault
-from stretto.verifying.reduced import made_of_faults
+from stretto.verifying.reduced import made_of_faults, norm_faults
 from stretto.verifying.trace import EventKind, trace_of
 
 
@@ -41,6 +41,7 @@ def over_step_faults(plan: Plan) -> list[Fault]:
         result += _in_place(plan, rank)
         result += _History(plan, rank).faults()
         result += made_of_faults(plan, rank)
+    result += norm_faults(plan)
     result += _one_order(plan)
     return result
 

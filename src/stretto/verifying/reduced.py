@@ -2,7 +2,8 @@
 tie, each once, and of no other, and parameters of what is kept of them. Along each axis ranks have equal
 ones, partial sums or parts: the programs are placed as all others are (`stretto.ir.placements`), and at the
 end a gradient is as what is kept of its parameter. What an update changes is made of itself and of the
-gradients of its tie, each once, and placed as before.
+gradients of its tie, each once, and placed as before. It changes all that ops read of what ranks keep. Of
+all pipeline ranks together, the norm is made of one gradient of each tie.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from stretto.ir.program import (
     TensorSpec,
 )
 from stretto.ir.transfers import tied_ranks
-from stretto.ir.updates import SQUARES, UPDATE, clipped_by, parts_over, updated
+from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
 from stretto.schedule.sums import TIED, reduces_loss
-from stretto.schedule.updates import changed_by, counts
 from stretto.verifying.fault import Fault
 from stretto.verifying.pieces import Pieces, pieces_of, walked
 
@@ -100,10 +100,6 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     ends_as = [([STEP_LOSS], [STEP_LOSS], once)]
     for names in ties.values():
         ends_as.append((names, [], "Free it behind its update") if job.updates else (names, names, once))
-    if job.clip_norm is not None:
-        tied = tied_ranks(job, plan.schedule.stage_ranks)
-        counted = [GRAD + p.name for p in here if counts(p, rank, tied)]
-        ends_as.append(([STEP_NORM], counted, "Count each gradient once, on one pipeline rank"))
     update = "Update each parameter once, by its own gradient"
     ends_as += [([name], [name, *ties[p.tied_to]], update) for name, p in changed.items()]
     for names, wanted, fix in ends_as:
@@ -116,6 +112,26 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
             name, shared = GRAD + parameter.name, shard.copies > 1 and shard.axis in parameter.partial
             if shared and (name, shard.axis) not in summed:
                 yield Fault(rank, name, f"is never summed over {shard.axis}", SUM_IT)
+
+
+def norm_faults(plan: Plan) -> Iterator[Fault]:
+    """Every fault of whose gradients the norm is made of: of all trained ties, each once."""
+    job, fix = plan.job, "Count each gradient once, on one pipeline rank"
+    ties = {GRAD + parameter.name: parameter.tied_to for parameter in job.parameters}
+    ranks: dict[str, list[int]] = {p.tied_to: [] for p in job.parameters if p.grads}
+    for rank in range(plan.ranks) if job.clip_norm is not None else ():
+        here = [GRAD + p.name for p in _trained(job, plan.schedule.stages_of(rank))]
+        made: dict[str, Pieces] = {name: ((name,),) for name in here}
+        of_norm: Pieces = ()
+        for op in walked(plan.once(rank), made):
+            of_norm = of_norm if STEP_NORM not in op.writes else pieces_of(op, made)
+        for name in (one for piece in of_norm for one in piece):
+            ranks.setdefault(ties.get(name, name), []).append(rank)
+    for tie, counting in ranks.items() if job.clip_norm is not None else ():
+        if len(counting) != 1:
+            on = f"on ranks {', '.join(map(str, counting))}" if counting else "on no rank"
+            where = f"{STEP_NORM}, {GRAD}{tie}"
+            yield Fault(next(iter(counting), None), where, f"is counted {len(counting)} times, {on}", fix)
 
 
 def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
@@ -183,9 +199,20 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
 
 
 def _changed(job: Job, stages: Sequence[int]) -> dict[str, Parameter]:
-    """What updates change on a rank with these stages."""
-    trained = _trained(job, stages) if job.updates else ()
-    return {name: parameter for parameter in trained for name in changed_by(job, stages, parameter)}
+    """What updates change on a rank with these stages: all names of what it keeps, those that ops read too."""
+    if not job.updates:
+        return {}
+    trained = {parameter.tied_to: parameter for parameter in _trained(job, stages)}
+    ops = [op for stage in stages for op in job.stages[stage].all_ops if op.target != UPDATE]
+    read = {name for op in ops for name in op.uses}
+    made = {name for op in ops for name in op.writes}
+    changed: dict[str, Parameter] = {}
+    for parameter in job.parameters:
+        own, rows, tie = PARAM + parameter.name, SHARD + parameter.tied_to, parameter.tied_to
+        there = own in read or any(stage in stages for stage in parameter.stages)
+        if tie in trained and there:
+            changed[rows if parameter.is_made or own in made or rows in read else own] = trained[tie]
+    return changed
 
 
 def _alike(rank: int, op: Op, specs: Mapping[str, TensorSpec | None]) -> Iterator[Fault]:
@@ -202,10 +229,19 @@ def _copies(rank: int, op: Op, job: Job) -> Iterator[Fault]:
     """Squares of what several ranks have count once."""
     known = {GRAD + p.name: p for p in job.parameters}
     for name in op.uses:
-        copies = parts_over(job, known[name])[1] if name in known else op.args[1]
+        copies = _alike_over_axes(job, known[name]) if name in known else op.args[1]
         if copies != op.args[1]:
             what = f"counts {name} as if {op.args[1]} ranks had the same, and {copies} do"
             yield Fault(rank, op.name, what, f"Divide by {copies}")
+
+
+def _alike_over_axes(job: Job, parameter: Parameter) -> int:
+    """How many ranks have the same part of it, of those over which there are parts."""
+    alike = 1
+    for shard in parameter.shards:
+        parts = {shard.part(coordinate) for coordinate in range(job.size(shard.axis))}
+        alike *= job.size(shard.axis) // len(parts) if len(parts) > 1 else 1
+    return alike
 
 
 def _before(parameter: Parameter, axis: str, size: int) -> Placement:
