@@ -199,7 +199,7 @@ def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
 
 
 def _changed(job: Job, stages: Sequence[int]) -> dict[str, Parameter]:
-    """What updates change on a rank with these stages: all names of what it keeps, those that ops read too."""
+    """What updates change on a rank with these stages: what it keeps, by all names that ops read."""
     if not job.updates:
         return {}
     trained = {parameter.tied_to: parameter for parameter in _trained(job, stages)}
