@@ -306,7 +306,8 @@ class Writer:
         """
         stage, phase = self.window.parts[part]
         for sub, op in self.takers[stage, built]:
-            here = sub in phase.programs
+            # What runs once a step may be in several windows.
+            here = sub in phase.programs and (phase not in ONCE_PHASES or op.name in self.here)
             value = self.name(part, op.name) if here else f"store{part}[{op.name!r}]"
             self.line(f"{value} = {parts[op.args[1]]}")
         self.line(f"del {full}")
