@@ -3,8 +3,10 @@ model; the plan says what was chosen, and from what."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import GRAD, PARAM
 from stretto.ir.serialize import load_plan
+from stretto.passes import stays
 from tests.parallelize.zero import ZeroCell, plain_training, training, worst_error
 
 MUCH_BYTES = 2**40
@@ -69,6 +72,30 @@ def test_a_part_stays_where_there_is_memory_for_a_part(cell: ZeroCell) -> None:
     assert sum(full_for_the_step(none)) < sum(full_for_the_step(some)) < sum(full_for_the_step(every))
     assert "stay full until the end of the step: " in some.zero_why
     assert none.zero_why == "nothing stays full: no limit of memory is known"
+    error, name = worst_error(training(cell, some), plain_training(cell))
+    assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def test_a_rank_without_room_takes_none_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = ZeroCell(3, pp=2)
+    bare: list[Sequence[int]] = []
+    most = stays._most
+
+    def counted(may: Any, peaks: Any, limit: int) -> Sequence[float]:
+        bare.append(peaks([0.0, 0.0]))
+        return most(may, peaks, limit)
+
+    monkeypatch.setattr(stays, "_most", counted)
+    plan_within(cell, MUCH_BYTES)
+    first, second = bare[-1]
+    assert first > second, "more microbatches are live on the first"
+    some = plan_within(cell, first - 1)
+    assert peak(some) < first
+    gathered = [
+        {name for op in some.once(rank) for name in op.writes if name.startswith(PARAM)} for rank in (0, 1)
+    ]
+    assert not gathered[0]
+    assert gathered[1]
     error, name = worst_error(training(cell, some), plain_training(cell))
     assert error <= 1e-10, f"{name} differs by {error:.1e}"
 

@@ -7,8 +7,8 @@
        first, and all that is gathered once a step goes before what is gathered where it is read.
     3. With several, gradients are added up in full and scattered once a step. Those that are made last come
        first: nothing is left that could hide their scatter.
-    4. Of each pipeline rank as many stay as fit: of all of them the part that memory grows by as a straight
-       line, and less where a count says that it is too much.
+    4. Of each pipeline rank as many stay as fit it: of all of them the part that memory grows by as a
+       straight line, and less where a count says that it is too much; none where that is never enough.
 
 Step 2 saves a gather more for each byte than step 3 saves scatters, but a scatter is in turn harder to hide.
 So planning tries both orders. All three rules were found by the clock, against others: GPTs on links at which
@@ -179,4 +179,4 @@ def _most(
             for budget, peak, least in zip(budgets, found, bare, strict=True)
         ]
         found = peaks(budgets)
-    return budgets if all(peak <= limit for peak in found) else [0.0 for _ in may]
+    return [budget if peak <= limit else 0.0 for budget, peak in zip(budgets, found, strict=True)]
