@@ -64,7 +64,9 @@ def test_copies_that_only_the_backward_reads_are_made_before_it(layout: dict[str
             torch.optim.SGD(runner.parameters(), lr=1.0).step()
         return {name: p.detach() for name, p in runner.named_parameters()}
 
-    how: dict[str, Any] = {"optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0)} if layout.get("updates") else {}
+    how: dict[str, Any] = (
+        {"optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0)} if layout.get("updates") else {}
+    )
     found: dict[str, Tensor] = {}
     for rank in stretto.run_threads(plan, lambda _: copy.deepcopy(model), step, **how):
         found |= rank

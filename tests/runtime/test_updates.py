@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.updates import UPDATE
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.passes import flat
 from stretto.runtime import updates
 from stretto.train.clip import GradientClip
 from stretto.verifying import plan_faults
@@ -207,6 +208,34 @@ def test_what_groups_count_is_counted_once_a_step(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(a, b) for a, b in zip(runner.parameters(), plain.parameters(), strict=True))
     assert runner.optimizer is not None
     assert runner.optimizer.param_groups[0]["step"] == 3
+
+
+class Read(list[Any]):
+    """A list that counts what is read of it."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            self.count += 1
+            yield one
+
+
+def test_all_parameters_are_gone_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each of many buckets: on the host that takes longer than their kernels."""
+    monkeypatch.setattr(flat, "LARGE_BYTES", 1)  # a bucket each
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))).double()
+    job = stretto.capture(model, DATA, loss, Parallel(updates=True))
+    plan = stretto.plan(job, cores(), order="list")
+    buckets = sum(op.target == UPDATE for op in plan.once(0))
+    assert buckets == 40
+    runner = stretto.Runner(plan, model, optimizer=adamw)
+    assert runner.optimizer is not None
+    runner.step(DATA)
+    [group] = runner.optimizer.param_groups
+    group["params"] = read = Read(group["params"])
+    runner.step(DATA)
+    assert 40 <= read.count <= 40 + 2 * buckets
 
 
 def test_the_norm_alone_is_measured() -> None:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,52 +66,69 @@ def optimize_by(optimizer: Optimizer, tensors: RankTensors) -> Optimize:
     """How a plan's updates are done."""
 
     updated: set[int] = set()
-    options: list[dict[str, Any]] = []
+    steps = _StepsOverSome(optimizer)
 
     def optimize(gradients: dict[int, torch.Tensor], norm: torch.Tensor | None, most: float) -> None:
         if not updated.isdisjoint(gradients) or not updated:  # a new step
             updated.clear()
-            options[:] = [_options(group) for group in optimizer.param_groups]
+            steps.begin()
         updated.update(gradients)
         parameters = give(tensors, gradients)
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         with uncounted():  # its states count as a rank's throughout
             meet(optimizer)
-            step_over(optimizer, parameters, options)
+            steps.over(parameters)
         for parameter in parameters:
             parameter.grad = None
 
     return optimize
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+class _StepsOverSome:
+    """An optimizer's steps over some of its parameters at a time. All of them are gone through once a step of
+    the model, in `begin`: there are many, and many buckets."""
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.begin()
 
-def step_over(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], options: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """The optimizer's step over these of its parameters alone. options: of its groups, as they were before
-    the step: what an optimizer counts in a group it counts once."""
-    own = {id(parameter) for parameter in parameters}
-    groups = optimizer.param_groups
-    kept = [group["params"] for group in groups]
-    narrowed = [[one for one in of_group if id(one) in own] for of_group in kept]
-    try:
-        for at, (group, some) in enumerate(zip(groups, narrowed, strict=True)):
-            group["params"] = some
-            if some and options:
-                for key in group.keys() - options[at].keys() - {"params"}:
+    def begin(self) -> None:
+        """A step of the model begins: its groups are as they are now. What an optimizer counts in a group it
+        counts once."""
+        groups = self._optimizer.param_groups
+        self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._places = {
+            id(one): (number, place)
+            for number, group in enumerate(groups)
+            for place, one in enumerate(group["params"])
+        }
+        """Parameter -> its group and its place there."""
+
+    def over(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The optimizer's step over these alone, in the order of their groups."""
+        some: dict[int, dict[int, nn.Parameter]] = {}
+        for one in parameters:
+            if id(one) in self._places:
+                number, place = self._places[id(one)]
+                some.setdefault(number, {})[place] = one
+        groups = self._optimizer.param_groups
+        narrowed = [groups[number] for number in sorted(some)]
+        kept = [group["params"] for group in narrowed]
+        try:
+            for number, group in zip(sorted(some), narrowed, strict=True):
+                group["params"] = [one for _, one in sorted(some[number].items())]
+                options = self._options[number]
+                for key in group.keys() - options.keys() - {"params"}:
                     del group[key]
-                group.update(options[at])
-        optimizer.param_groups = [group for group, some in zip(groups, narrowed, strict=True) if some]
-        if optimizer.param_groups:
-            optimizer.step()
-    finally:
-        optimizer.param_groups = groups
-        for group, all_of_it in zip(groups, kept, strict=True):
-            group["params"] = all_of_it
+                group.update(options)
+            self._optimizer.param_groups = narrowed
+            if narrowed:
+                self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+            for group, all_of_it in zip(narrowed, kept, strict=True):
+                group["params"] = all_of_it
 
 
 _LIKE: Mapping[OptimizerKind, MakeOptimizer] = {
@@ -130,7 +146,7 @@ def made_up_optimize(plan: Plan, parameters: Mapping[int, torch.Tensor]) -> Opti
         for k, tensor in parameters.items()
         if tensor.is_floating_point()
     }
-    optimizer = like(plan)([*of_tie.values()] or [nn.Parameter(torch.empty(0))])
+    steps = _StepsOverSome(like(plan)([*of_tie.values()] or [nn.Parameter(torch.empty(0))]))
 
     def optimize(gradients: dict[int, torch.Tensor], norm: torch.Tensor | None, most: float) -> None:
         for k, gradient in gradients.items():
@@ -138,7 +154,7 @@ def made_up_optimize(plan: Plan, parameters: Mapping[int, torch.Tensor]) -> Opti
         if norm is not None:
             torch.nn.utils.clip_grads_with_norm_([kept[k] for k in gradients], most, norm)
         with uncounted():
-            step_over(optimizer, [kept[k] for k in gradients])
+            steps.over([kept[k] for k in gradients])
         for k in gradients:
             kept[k].grad = None
 
