@@ -385,6 +385,63 @@ def test_few_ranks_have_little_to_reduce(name: str, frozen: tuple[str, ...]) -> 
             torch.testing.assert_close(state[key], value, rtol=1e-11, atol=1e-12)
 
 
+class ReadOnly(nn.Module):
+    """Embedding and head are one tensor, and one of them adds nothing to its gradient."""
+
+    def __init__(self, detached: str) -> None:
+        super().__init__()
+        self.detached = detached
+        self.embedding = nn.Embedding(12, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        full, fixed = self.embedding.weight, self.embedding.weight.detach()
+        first, last = (fixed, full) if self.detached == "embedding" else (full, fixed)
+        hidden: Tensor = self.blocks(nn.functional.embedding(x, first))
+        return hidden @ last.T
+
+
+READ_ONLY = [
+    ({"zero": 2}, "off", "head"),
+    ({"zero": 3, "schedule": "interleaved-1f1b", "stages": 4}, "local", "head"),
+    pytest.param(
+        {"zero": 2, "schedule": "interleaved-1f1b", "stages": 4}, "off", "embedding", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "overlap", "detached"), READ_ONLY)
+def test_a_tie_that_one_rank_only_reads(layout: dict[str, Any], overlap: Any, detached: str) -> None:
+    """That rank's part of the norm needs no sum of the tie, and its update does."""
+    torch.manual_seed(0)
+    model, data = ReadOnly(detached).double(), torch.randint(0, 12, (16, 6))
+
+    def cross_entropy(model: nn.Module, rows: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    parallel = Parallel(pp=2, dp=2, microbatches=4, updates=True, clip_norm=0.1, **layout)
+    job = stretto.capture(model, data, cross_entropy, parallel)
+    plan = stretto.plan(job, cores(), order="list", overlap=overlap)
+    assert plan_faults(plan) == []
+
+    def work(runner: stretto.Runner) -> dict[str, Any]:
+        for _ in range(2):
+            runner.step(data)
+        return runner.state_dict()
+
+    results = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work, optimizer=adamw)
+    plain = copy.deepcopy(model)
+    own = adamw([*plain.parameters()])
+    for _ in range(2):
+        own.zero_grad()
+        cross_entropy(plain, data).backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1
+        own.step()
+    for state in results:
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
 @pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from stretto.ir.action import AFTER, BEFORE, ONCE, Phase, Schedule, Slot
 from stretto.ir.plan import LOSS, Communicator, Instruction, InstructionKind, Item, ItemKind, Window
-from stretto.ir.program import GRAD, PARAM, STEP_LOSS, Job, Op
+from stretto.ir.program import FREE, GRAD, PARAM, STEP_LOSS, Job, Op
 from stretto.schedule.once import around_starts
 from stretto.schedule.windows import Guests
 
@@ -81,14 +81,17 @@ def once_places(
         for start, lead in of_rank.leads.items():
             reads = {name for op in lead for name in op.uses if name in adds}
             tail = of_rank.tails.get(start, ())
-            made = [(name, start) for op in tail for name in op.writes if name in adds]
-            if not made:  # it reduces nothing that is added up: it comes at the end
+            made = [(name, op.target != FREE) for op in tail for name in op.writes if name in adds]
+            needed = {changed[name] for name in reads if name in changed}
+            # What reduces nothing that is added up comes at the end. So does the norm, behind which gradients
+            # are freed: updates in its tail may need other starts than itself.
+            if not made or not (needed or any(reduced for _, reduced in made)):
                 continue
-            behind[rank][start] = {changed[name] for name in reads if name in changed}
-            if not behind[rank][start]:
+            behind[rank][start] = needed
+            if not needed:
                 ends = (runs[added] for name in reads for added in adds[name] if added in runs)
                 early[start][rank] = max(ends, default=-1)
-            changed.update(made)
+            changed.update((name, start) for name, _ in made)
     losses = {op.name for of_rank in result for op in of_rank.program if op.lane == LOSS}
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
     for rank, of_rank in enumerate(result):
