@@ -54,7 +54,7 @@ WORK = 100_000
 FEWEST = 30
 """Walks of even the largest window. Assumed."""
 
-PIECES = (1, 8, 64, 512)
+PIECES = (1, 8, 64)
 """In how many equal pieces of the captured order a list keeps it, until its memory fits. Of 16 layers that
 compute again, 64 fit; the step was as long in each. Assumed."""
 
