@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from stretto.ir.mesh import Mesh
-from stretto.ir.parameters import STATES, Shard
+from stretto.ir.parameters import STATES, Shard, gathers
 from stretto.ir.program import Job, Parameter, TensorSpec
 
 
@@ -95,9 +95,10 @@ def parameter_nbytes(job: Job, parameter: Parameter) -> int:
     return kept_spec(job, parameter).nbytes
 
 
-def made_nbytes(parameter: Parameter) -> int:
-    """Of what ops read, where that is made of it."""
-    return parameter.spec.nbytes if parameter.is_made else 0
+def made_nbytes(job: Job, parameter: Parameter) -> int:
+    """Of what ops read, where that is made of it once a step."""
+    in_microbatches = bool(parameter.kept) and gathers(job.zero)
+    return parameter.spec.nbytes if parameter.is_made and not in_microbatches else 0
 
 
 def gradient_nbytes(job: Job, parameter: Parameter) -> int:

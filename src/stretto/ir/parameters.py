@@ -94,6 +94,16 @@ Zero = Literal[0, 1, 2, 3, "auto"]
 that it changes (1), gradients too (2), what ops read too (3)."""
 
 
+def scatters(zero: Zero) -> bool:
+    """Whether every microbatch scatters its gradients, else a step does so once."""
+    return zero in (2, 3)
+
+
+def gathers(zero: Zero) -> bool:
+    """Whether every microbatch gathers the parameters that it reads, else a step does so once."""
+    return zero == 3
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A parameter's rows or columns are sharded over an axis. Along `dim` the full tensor is `blocks` equal

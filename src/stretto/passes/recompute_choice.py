@@ -32,6 +32,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Job, Op, Stage
 from stretto.passes.recompute import Blocks, borders, forget, repeat, storages
+from stretto.passes.sharded_state import sharded_state
 from stretto.passes.step import Context, Step
 
 SELECTIVE_SHARE = 0.05
@@ -69,7 +70,7 @@ def _recomputed(step: Step, context: Context) -> Step:
     job = step.job
 
     def peaks(made: Job, about: bool) -> Sequence[int]:
-        return context.peaks(replace(step, job=made), about)
+        return context.peaks(sharded_state(replace(step, job=made), context), about)
 
     choice = job.recompute if isinstance(job.recompute, str) else job.recompute - context.spare_bytes
     made = recompute(job, choice, context.costs_of(job), step.schedule, peaks)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.kept import part_count, rows_shape
-from stretto.ir.parameters import Parameter, Zero
+from stretto.ir.parameters import Parameter, Zero, gathers, scatters
 from stretto.ir.program import PARAM, Const, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.flat import ADD, scattered
 from stretto.passes.rewrite import stage_of, with_uses
@@ -49,10 +49,9 @@ class Stays:
 def sharded_state(step: Step, context: Context) -> Step:
     """The step whose programs scatter gradients, and gather parameters, as its `zero` asks for; where it is
     still open what that is, neither."""
-    zero = step.job.zero
-    if zero == "auto":
+    if step.job.zero == "auto":
         return replace(step, job=replace(step.job, zero=1))
-    return replace(step, job=in_programs(step.job, gathers=zero == 3)) if zero in (2, 3) else step
+    return replace(step, job=in_programs(step.job))
 
 
 def auto_scattered(step: Step, context: Context) -> Step:
@@ -71,9 +70,12 @@ def _tried(step: Step, zero: Zero) -> Step:
     return replace(step, job=replace(step.job, zero=zero))
 
 
-def in_programs(job: Job, gathers: bool, stays: Stays = Stays()) -> Job:
-    """Step 2, and where it gathers step 1, of all parameters that are kept in rows but for what `stays`."""
-    made = _Programs(job, gathers, stays)
+def in_programs(job: Job, stays: Stays = Stays()) -> Job:
+    """Step 2, and where microbatches gather step 1, of all parameters that are kept in rows but for what
+    `stays`; the job itself where its microbatches do not scatter."""
+    if not scatters(job.zero):
+        return job
+    made = _Programs(job, stays)
     stages = tuple(made.stage(stage) for stage in job.stages)
     return replace(job, stages=stages, parameters=tuple(map(made.parameter, job.parameters)))
 
@@ -81,11 +83,11 @@ def in_programs(job: Job, gathers: bool, stays: Stays = Stays()) -> Job:
 class _Programs:
     """Both steps of one job."""
 
-    def __init__(self, job: Job, gathers: bool, stays: Stays) -> None:
+    def __init__(self, job: Job, stays: Stays) -> None:
         self.job = job
         self.stays = stays
         kept = {p.name: p for p in job.parameters if p.kept and not p.scattered}
-        self.gathers = [p for p in kept.values() if gathers]
+        self.gathers = [p for p in kept.values() if gathers(job.zero)]
         kept = {name: p for name, p in kept.items() if p.tied_to not in stays.gradients}
         self.grads: dict[tuple[int, Phase], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         """(stage, phase) -> parameter -> values that are parts of its gradient."""

@@ -25,6 +25,7 @@ from typing import Literal
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.kept import shard_spec
+from stretto.ir.parameters import gathers
 from stretto.ir.program import PARAM, Job
 from stretto.passes.sharded_state import Stays, in_programs
 from stretto.passes.step import Context, LeftOutError, Step
@@ -96,12 +97,12 @@ def _with(job: Job, stays: Sequence[Stay]) -> Job:
     read = {(stage, stay.name) for stay in stays for stage in stay.stages}
     gradients = {stay.name for stay in stays if stay.kind == "gradients"}
     once = job.microbatches > 1
-    return in_programs(job, job.zero == 3, Stays(read if once else (), () if once else read, gradients))
+    return in_programs(job, Stays(read if once else (), () if once else read, gradients))
 
 
 def _may_stay(job: Job, stages: Sequence[int], first: Kind) -> list[Stay]:
     """Of a pipeline rank, in the order in which they are to stay."""
-    read = [] if job.zero == 2 else _gathered(job, stages)
+    read = _gathered(job, stages) if gathers(job.zero) else []
     added = _added(job, stages) if job.microbatches > 1 else []
     return [*read, *added] if first == "parameters" else [*added, *read]
 

@@ -33,6 +33,7 @@ from math import inf
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError, TooLargeError
 from stretto.ir.action import Overlap
+from stretto.ir.parameters import scatters
 from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.order.policies import DEFAULT
@@ -212,8 +213,8 @@ class Variants:
     def _stay(self, context: Context) -> None:
         """Step 2. Where the fastest of "auto" fits, and keeps all in full, there is nothing to gain."""
         limit, tried = self.first.max_bytes, self._tried.values()
-        best, some = min(tried, key=self._weighed_us), [one for one in tried if one.zero in (2, 3)]
-        if not some or (best.zero in (0, 1) and (limit is None or best.peak_bytes <= limit)):
+        best, some = min(tried, key=self._weighed_us), [one for one in tried if scatters(one.zero)]
+        if not some or (not scatters(best.zero) and (limit is None or best.peak_bytes <= limit)):
             return
         much = [limit is not None and one.peak_bytes > limit for one in some]
         _, base = min(zip(much, some, strict=True), key=lambda pair: (pair[0], self._weighed_us(pair[1])))

@@ -93,7 +93,7 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
     fixed = [0] * len(stages)
     for parameter in job.parameters:
         for stage in parameter.stages:
-            fixed[stage] += parameter_nbytes(job, parameter) + made_nbytes(parameter)
+            fixed[stage] += parameter_nbytes(job, parameter) + made_nbytes(job, parameter)
             if parameter.grads:
                 fixed[stage] += gradient_nbytes(job, parameter) + state_nbytes(job, parameter)
     kept = [_kept(stage, [edge for edge in job.edges if edge.target == stage.index]) for stage in job.stages]

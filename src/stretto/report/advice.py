@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from stretto.ir.axes import AXES, CP, DP, DP_SHARD, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
+from stretto.ir.parameters import scatters
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
@@ -64,7 +65,7 @@ def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
 
 def _in_microbatches(name: str, plan: Plan | None) -> bool:
     """Whether each microbatch gathers or scatters over data-parallel copies."""
-    return plan is not None and plan.job.zero in (2, 3) and name in (DP.name, DP_SHARD.name)
+    return plan is not None and scatters(plan.job.zero) and name in (DP.name, DP_SHARD.name)
 
 
 def _larger(name: str, plan: Plan | None) -> Iterator[str]:

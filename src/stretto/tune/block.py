@@ -23,7 +23,7 @@ from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.kept import made_nbytes
-from stretto.ir.parameters import STATES, Zero
+from stretto.ir.parameters import STATES, scatters
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
@@ -142,14 +142,13 @@ def block_of(
                 made = recompute(job, word, costs, schedule, lambda *_: ())
             except PlanError:
                 continue
-        if in_every_microbatch(job.zero):
-            made = in_programs(made, gathers=job.zero == 3)
+        made = in_programs(made)
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
     full_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
     first = {p.tied_to: p for p in job.parameters if p.grads}.values()
     # Scattered with the microbatches, rows are summed over groups of dp_shard alone.
     group = parallel.dp_shard or parallel.dp
-    behind = (group < parallel.dp) / group if in_every_microbatch(job.zero) else 1.0
+    behind = (group < parallel.dp) / group if scatters(job.zero) else 1.0
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
@@ -172,17 +171,12 @@ def _fixed_bytes(job: Job, ep: int) -> tuple[int, int]:
         gradient = own if parameter.grads else 0
         state = STATES[job.optimizer] * gradient
         if job.zero == 0:
-            full += own + made_nbytes(parameter) + gradient + state
+            full += own + made_nbytes(job, parameter) + gradient + state
             continue
         sharded = own + state + (0 if job.zero == 1 else gradient) + (read if job.zero in (3, "auto") else 0)
         full += own + read + gradient + state - sharded
         dealt += sharded * (ep if parameter.is_sharded("ep") else 1)
     return full, dealt
-
-
-def in_every_microbatch(zero: Zero) -> bool:
-    """Whether microbatches scatter gradients, and gather parameters, themselves."""
-    return zero in (2, 3)
 
 
 def shares_of(
@@ -213,7 +207,7 @@ def shares_of(
 def _few(parallel: ParallelSettings) -> dict[str, object]:
     """Changes to a layout that leave as few devices as show what layers communicate: the schedule and the
     copies come later, but where microbatches communicate with them."""
-    dp = parallel.dp if in_every_microbatch(parallel.zero) else parallel.ep
+    dp = parallel.dp if scatters(parallel.zero) else parallel.ep
     return {
         "dp": dp,
         "microbatches": parallel.microbatches * parallel.dp // dp,

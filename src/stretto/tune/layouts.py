@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from stretto.capturing.captures import traced_by
+from stretto.ir.parameters import scatters
 from stretto.price.cluster import Description
-from stretto.tune.block import TuneBlock, in_every_microbatch
+from stretto.tune.block import TuneBlock
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
 from stretto.tune.work import Asked, Refused, Tuned
@@ -70,7 +71,7 @@ class Layouts:
         if layout in self._seen:
             return self._seen[layout].key
         parallel = self._choices.settings_of(self._choices.plain(layout)).parallel
-        copies = f" dp={parallel.dp}" if in_every_microbatch(parallel.zero) else ""
+        copies = f" dp={parallel.dp}" if scatters(parallel.zero) else ""
         return f"{traced_by(parallel)}{copies}"
 
     def first(self, busy: Collection[Asked], priced: bool = False) -> OpenLayout | None:
