@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,7 +75,7 @@ def tune(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans the table shows.")] = 10,
 ) -> None:
-    """Choose pp, tp, dp, ep, microbatches, schedule, recomputation and AMPipe's chunks for a cluster."""
+    """Choose pp, tp, dp, ep, zero, microbatches, schedule, recomputation and AMPipe's chunks for a cluster."""
     check_output("--output", output)
     settings = load_settings(config, changes or [])
     result = read_cluster(cluster)
@@ -85,7 +86,7 @@ def tune(
         )
     count = _devices(cluster, result, devices, settings)
     from stretto.train.job import trained
-    from stretto.tune.choices import Choices, read_fixed
+    from stretto.tune.choices import Choices, node_of, read_fixed
 
     of = trained(settings)  # a task's file may register families, which are then chosen from
     fixed = read_fixed(fix or [])
@@ -95,7 +96,7 @@ def tune(
     from stretto.tune.work import Workers
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    choices = Choices(settings, count, fixed)
+    choices = Choices(settings, count, fixed, node_of(result))
     search = Search(choices, result, max_seconds, console.print)
     many = processes or min(2, len(usable_cores()))
     with Stops() as stops:
@@ -121,7 +122,7 @@ def tune(
         sys.stdout.flush()
         raise typer.Exit(stops.status)
     if not tuned.planned:
-        raise StrettoError(_nothing(tuned, choices.devices, result, choices.settings.parallel.zero))
+        raise StrettoError(_nothing(tuned, choices.devices, result, choices.zero))
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
@@ -146,7 +147,7 @@ def _written(text: str, overrides: Sequence[str], changes: dict[str, Any]) -> st
 
 def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     """The ranked table, and why others are not in it. a_device: units of a step, a device."""
-    from stretto.report.grid import Grid, format_us
+    from stretto.report.grid import Grid, format_bytes, format_us
     from stretto.tune.work import Planned
 
     console = Console(width=140, highlight=False)
@@ -154,11 +155,13 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
         title = f"The fastest of {len(tuned.planned)} plans, of {tuned.layouts:,} layouts"
         speed = f"{unit}/s/device"
         accounts = ("exposed", "bubble", "peak", "bound", "gap", "order")
-        head = ("layout", "schedule", "step", speed, *accounts)
+        head = ("layout", "schedule", "zero", "step", speed, *accounts)
         rows = [_cells(one, a_device) for one in tuned.planned[:top]]
-        Grid(title, head, rows, words=(0, 1, 4)).print(console)
+        Grid(title, head, rows, words=(0, 1, 5)).print(console)
         best, own = tuned.planned[0], tuned.own
         console.print(f"The fastest is bound by {best.made.binds}.")
+        for dealt, nbytes in tuned.larger.get(best.candidate, {}).items():
+            console.print(f"With zero = {dealt} it is too large: about {format_bytes(nbytes)} a device.")
         if isinstance(own, Planned):
             times = f"{own.step_us / best.step_us:.2f} times the fastest"
             console.print(f"As the settings are: {format_us(own.step_us)}, {times}.")
@@ -187,11 +190,13 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
 
 def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
     from stretto.report.grid import format_bytes, format_us
+    from stretto.tune.choices import COPIES
 
     seen = {axis: us for axis, us in one.exposed_us.items() if us >= SEEN * one.step_us}
     return (
         str(one.candidate.layout),
-        str(one.candidate).removeprefix(f"{one.candidate.layout} "),
+        str(replace(one.candidate, dealt=COPIES)).removeprefix(f"{one.candidate.layout} "),
+        str(one.candidate.dealt),
         format_us(one.step_us),
         f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}",
         " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing",
@@ -203,7 +208,7 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
     )
 
 
-def _nothing(tuned: Tuned, devices: int, found: Description, zero: Zero) -> str:
+def _nothing(tuned: Tuned, devices: int, found: Description, zero: Zero | None) -> str:
     from stretto.report.grid import format_bytes
 
     if tuned.stopped:
@@ -213,7 +218,7 @@ def _nothing(tuned: Tuned, devices: int, found: Description, zero: Zero) -> str:
     limit = found.memory_bytes
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
-        dealt = "" if zero else 'parallel.zero = "auto", with which copies share their state, or '
+        dealt = "no parallel.zero, so that copies may share their state, or " if zero == 0 else ""
         return (
             f"no layout of {devices} devices fits {format_bytes(limit)} a device: the nearest, {what}, needs "
             f"about {format_bytes(nbytes)} with the optimizer's state. Give {dealt}more devices, or devices "

@@ -14,23 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from stretto.backend.process_memory import rarely_collected
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.axes import DP, PP
+from stretto.ir.axes import DP, DP_SHARD, PP
+from stretto.ir.parameters import scatters
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.passes.sharded_state import sharded_state
+from stretto.passes.stays import KINDS, kept_full
 from stretto.passes.step import Context, LeftOutError, Step
-from stretto.planning.choose import begins, likely_ways, short_steps
+from stretto.planning.choose import Variants, begins, likely_ways, short_steps
 from stretto.planning.finish import MOST, sends_waited
 from stretto.planning.make_plan import variants_of
+from stretto.planning.tried import Variant
 from stretto.planning.windows import lowered
 from stretto.price.cluster import Description
 from stretto.verifying.memory import peak_bytes
 
-OUTSIDE_BLOCKS = (PP.name, DP.name)
+OUTSIDE_BLOCKS = (PP.name, DP.name, DP_SHARD.name)
 """Axes of messages between ranks, and of reductions once a step."""
 
 
@@ -66,11 +71,27 @@ def brief(job: Job, cluster: Description, order: str, ahead: int | None) -> Brie
             continue
         for made in _made(before, variants.context, ahead, missing):
             if before.max_bytes is None or made.peak_bytes <= before.max_bytes:
-                return made
+                return min(_fuller(variants, begin, made, ahead), made, key=lambda one: one.step_us)
             tight.append(made)
     if not tight:
         raise PlanError("no short step can be made", missing)
     return min(tight, key=lambda one: one.peak_bytes)
+
+
+def _fuller(variants: Variants, begin: Variant, made: Brief, ahead: int | None) -> Brief:
+    """The step in which as much stays full for longer as fits, in place of one whose microbatches gather or
+    scatter; the same where none does."""
+    before, context = variants.step(begin), variants.context
+    if before.max_bytes is None or not scatters(before.job.zero):
+        return made
+    more = max(0, made.peak_bytes - max(context.peaks(before, True)))
+    stays = partial(kept_full, first=KINDS[0], share=1.0, spare_bytes=more)
+    try:
+        fuller = variants.step(tuple(stays if one is sharded_state else one for one in begin))
+    except (LeftOutError, PlanError):
+        return made
+    briefs = _made(fuller, context, ahead, [])
+    return next((one for one in briefs if one.peak_bytes <= before.max_bytes), made)
 
 
 def _made(before: Step, context: Context, ahead: int | None, missing: list[object]) -> Iterator[Brief]:

@@ -240,9 +240,8 @@ def pp_link(found: Description, mesh: Mesh) -> Link:
     return find_link(found, mesh.world // mesh.size(PIPELINE)).link
 
 
-def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
-    """What gradient reductions along an axis cost. Raises UsageError for a calibration without one."""
-    kind = ALL_REDUCE.name
+def axis_cost(found: Description, mesh: Mesh, axis: str, kind: str) -> CollectiveCost:
+    """What a kind of collective costs along an axis. Raises UsageError for a calibration without one."""
     if isinstance(found, Cluster):
         return ring_cost(flat_link(found), kind, mesh.size(axis))
     if isinstance(found, Hardware):

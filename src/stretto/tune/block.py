@@ -11,10 +11,10 @@ microbatch hide more. How much is seen in windows of a stage in the middle, with
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
@@ -22,20 +22,19 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.kept import made_nbytes
-from stretto.ir.parameters import STATES, scatters
+from stretto.ir.parameters import Zero, scatters
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
 from stretto.order.policies import list_order, waits_at_once
 from stretto.order.walk import replay
-from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.passes.sharded_state import in_programs
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
-from stretto.tune.choices import LayoutChoice
+from stretto.tune.choices import Dealt, LayoutChoice
+from stretto.tune.held import Extra, Fixed, Shares, extra_of, fixed_of, parts_of, saved_of
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
@@ -56,13 +55,15 @@ class Exposure:
 class BlockWork:
     """One microbatch through the model, on one of the ranks that share it.
 
-    phases_us: F, I and W on the compute lane. saved_bytes: what the forward keeps for the backward. exposure:
-    what of the collectives stays exposed.
+    phases_us: F, I and W on the compute lane. saved_bytes: what the forward keeps for the backward, with that
+    of the model's head, head_bytes. exposure: what of the collectives stays exposed. extra: what a rank has for a while besides.
     """
 
     phases_us: tuple[float, float, float]
     saved_bytes: float
     exposure: Exposure = Exposure()
+    extra: Extra = Extra()
+    head_bytes: float = 0.0
 
     @property
     def compute_us(self) -> float:
@@ -80,32 +81,36 @@ class BlockWork:
     def scaled(self, by: float) -> BlockWork:
         """For so many times the rows, as if everything went by rows: a guess."""
         forward_us, into_us, weight_us = (us * by for us in self.phases_us)
-        return replace(self, phases_us=(forward_us, into_us, weight_us), saved_bytes=self.saved_bytes * by)
+        return replace(
+            self,
+            phases_us=(forward_us, into_us, weight_us),
+            saved_bytes=self.saved_bytes * by,
+            head_bytes=self.head_bytes * by,
+            extra=self.extra.scaled(by),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TuneBlock:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
-    again, what that makes of the microbatch's work. full_bytes: parameters, their gradients and the
-    optimizer's state, of the model over the ranks that share it, without dealt_bytes: of those, what `zero`
-    deals out to the ranks of dp, or to each `dp_shard` of them. gradient_bytes: what data-parallel copies
-    reduce. message_bytes: what crosses a border, one way. shares: by numbers of stages, what each stage has
-    of all work; about equal where it is not known.
+    again, what that makes of the microbatch's work. fixed: by `zero`, what ranks have throughout.
+    gradient_bytes: what data-parallel copies reduce. message_bytes: what crosses a border, one way. shares: by
+    numbers of stages, what each stage has of all; about equal where it is not known. read_bytes: of
+    parameters, as ops read them.
     """
 
     rows: float
     flops: float
     again: Mapping[str | int, BlockWork]
-    full_bytes: float
+    fixed: Mapping[Zero, Fixed]
     gradient_bytes: float
     message_bytes: float
-    shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    dealt_bytes: float = 0.0
-    dp_shard: int | None = None
+    shares: Mapping[int, Shares] = field(default_factory=dict)
+    read_bytes: float = 0.0
 
-    def fixed_bytes(self, layout: LayoutChoice) -> float:
+    def fixed_bytes(self, layout: LayoutChoice, dealt: Dealt) -> float:
         """Of all stages of the model, what a rank of the layout has throughout."""
-        return self.full_bytes + self.dealt_bytes / ((self.dp_shard or layout.dp) * layout.cp)
+        return self.fixed[dealt.zero].bytes_over((dealt.dp_shard or layout.dp) * layout.cp)
 
     def scaled(self, rows: float) -> TuneBlock:
         """A guess of the block with other rows."""
@@ -139,52 +144,32 @@ def block_of(
         made = job
         if isinstance(word, str) and word != "none":
             try:
-                made = recompute(job, word, costs, schedule, lambda *_: ())
+                made = recompute(replace(job, recompute=word), word, costs, schedule, lambda *_: ())
             except PlanError:
                 continue
         made = in_programs(made)
-        again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
-    full_bytes, dealt_bytes = _fixed_bytes(job, parallel.ep)
+        work = work_of(made, prices.costs_of(made), schedule.stage_ranks)
+        again[word] = replace(work, extra=extra_of(made, job, prices, schedule, parallel.ep))
+    parameters = {p.tied_to: p for p in job.parameters}.values()
     first = {p.tied_to: p for p in job.parameters if p.grads}.values()
-    # Scattered with the microbatches, rows are summed over groups of dp_shard alone.
-    group = parallel.dp_shard or parallel.dp
-    behind = (group < parallel.dp) / group if scatters(job.zero) else 1.0
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
-        full_bytes,
-        behind * sum(parameter.grad_nbytes for parameter in first),
+        {zero: fixed_of(job, parallel.ep, zero) for zero in get_args(Zero)},
+        sum(parameter.grad_nbytes for parameter in first),
         max(sizes, default=0),
-        dealt_bytes=dealt_bytes,
-        dp_shard=parallel.dp_shard,
+        read_bytes=sum(parameter.spec.nbytes for parameter in parameters),
     )
-
-
-def _fixed_bytes(job: Job, ep: int) -> tuple[int, int]:
-    """Of parameters, gradients and states: (what each rank has in full, what `zero` deals out). Of experts,
-    which ranks of ep share, that over the ranks of dp is so many times what is dealt out over fewer."""
-    full = dealt = 0
-    for parameter in {p.tied_to: p for p in reversed(job.parameters)}.values():
-        own, read = parameter.grad_nbytes, parameter.spec.nbytes
-        gradient = own if parameter.grads else 0
-        state = STATES[job.optimizer] * gradient
-        if job.zero == 0:
-            full += own + made_nbytes(job, parameter) + gradient + state
-            continue
-        sharded = own + state + (0 if job.zero == 1 else gradient) + (read if job.zero in (3, "auto") else 0)
-        full += own + read + gradient + state - sharded
-        dealt += sharded * (ep if parameter.is_sharded("ep") else 1)
-    return full, dealt
 
 
 def shares_of(
     captures: Captures, parallel: ParallelSettings, cluster: Description, counts: Collection[int]
-) -> dict[int, tuple[float, ...]]:
-    """By each of these numbers of stages that the model can be cut in, what each stage has of all work. They
-    are about the same in all layouts, so that those of one serve."""
-    shares: dict[int, tuple[float, ...]] = {}
+) -> dict[int, Shares]:
+    """By each of these numbers of stages that the model can be cut in, what each stage has of all. They are
+    about the same in all layouts, so that those of one serve."""
+    shares: dict[int, Shares] = {}
     for count in counts:
         with suppress(UsageError):
             job = captures.job(
@@ -199,17 +184,22 @@ def shares_of(
                 )
                 for stage in job.stages
             ]
-            if all_us := sum(work_us):
-                shares[count] = tuple(us / all_us for us in work_us)
+            if sum(work_us):
+                fixed = [fixed_of(job, parallel.ep, 0, (at,)).full for at in range(count)]
+                shares[count] = Shares(*map(parts_of, (work_us, fixed, saved_of(job).body)))
     return shares
 
 
 def _few(parallel: ParallelSettings) -> dict[str, object]:
     """Changes to a layout that leave as few devices as show what layers communicate: the schedule and the
     copies come later, but where microbatches communicate with them."""
-    dp = parallel.dp if scatters(parallel.zero) else parallel.ep
+    dp, zero = parallel.ep, 0
+    if scatters(parallel.zero):
+        dp, zero = parallel.dp_shard or parallel.dp, parallel.zero
     return {
         "dp": dp,
+        "dp_shard": None,
+        "zero": zero,
         "microbatches": parallel.microbatches * parallel.dp // dp,
         "schedule": PLAIN_OF_SEVERAL,
         "split": "auto",
@@ -231,22 +221,12 @@ def _cut(captures: Captures, parallel: ParallelSettings, layers: int | None) -> 
 def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> BlockWork:
     """The sums over all stages of a job, and what its middle one exposes."""
     times: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-    saved = 0.0
-    received: dict[int, dict[str, int]] = defaultdict(dict)
-    for edge in job.edges:
-        if edge.phase is Phase.F:
-            received[edge.target][edge.value] = edge.spec.nbytes
     for stage in job.stages:
         for phase in PHASES:
             times[phase] += math.fsum(costs.op_us.get((stage.index, op.name), 0.0) for op in stage.ops[phase])
-        forward = stage.ops[Phase.F]
-        root = storages(forward)
-        sizes = {op.name: op.nbytes for op in forward}
-        used = {name for phase in (Phase.I, Phase.W) for op in stage.ops[phase] for name in op.uses}
-        saved += sum(sizes.get(owner, 0) for owner in {root[name] for name in used if name in root})
-        saved += sum(size for name, size in received[stage.index].items() if name in used)
     phases_us = times[Phase.F], times[Phase.I], times[Phase.W]
-    return BlockWork(phases_us, saved, exposure_of(job, costs, stage_ranks))
+    saved, exposure = saved_of(job), exposure_of(job, costs, stage_ranks)
+    return BlockWork(phases_us, sum(saved.by_stage), exposure, head_bytes=saved.head)
 
 
 def exposure_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Exposure:

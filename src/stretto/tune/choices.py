@@ -16,13 +16,16 @@ from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.config.parallel import IDLE
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of, parse_value
+from stretto.ir.parameters import Zero
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
+from stretto.price.cluster import Description
+from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import FAMILIES, PLAIN, PLAIN_OF_SEVERAL
 
 LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree", "cp")
 """The keys of `parallel` that make a `LayoutChoice`, in its order."""
 
-KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
+KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages", "zero", "dp_shard")
 """Those that are chosen."""
 
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
@@ -73,18 +76,36 @@ class LayoutChoice:
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class Dealt:
+    """What copies keep in parts: `zero`, over groups of `dp_shard` ranks; 0 is over all of dp."""
+
+    zero: Zero = 0
+    dp_shard: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.zero}" + (f" over {self.dp_shard}" if self.dp_shard else "")
+
+
+COPIES = Dealt()
+"""Nothing: all have copies."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Candidate:
-    """A layout with a schedule, stages a rank, and what the backward computes again."""
+    """A layout with a schedule, stages a rank, what the backward computes again, and what copies keep in
+    parts."""
 
     layout: LayoutChoice
     schedule: str
     virtual_stages: int
     recompute: str | int = "none"
+    dealt: Dealt = COPIES
 
     def __str__(self) -> str:
         each = f" virtual_stages={self.virtual_stages}" if self.virtual_stages > 1 else ""
         again = f" recompute={self.recompute}" if self.recompute != "none" else ""
-        return f"{self.layout} {self.schedule}{each}{again}"
+        parts = f" zero={self.dealt}" if self.dealt.zero else ""
+        return f"{self.layout} {self.schedule}{each}{again}{parts}"
 
     def changes(self) -> dict[str, Any]:
         """Key of `parallel` -> what it is set to, None where it is left out."""
@@ -92,14 +113,13 @@ class Candidate:
         usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
         changes |= {"schedule": self.schedule, "recompute": self.recompute}
         changes["virtual_stages"] = None if usual else self.virtual_stages
+        changes |= {"zero": self.dealt.zero, "dp_shard": self.dealt.dp_shard or None}
         for key, (_, wanted) in IDLE.items():
             if all(changes[one] == 1 for one in wanted):
                 changes[key] = None
-        if "zero" in changes:
-            changes["dp_shard"] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
-        for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute"):
+        for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute", "zero"):
             if changes[key] == ParallelSettings.model_fields[key].default:
                 changes[key] = None
         return changes
@@ -107,13 +127,21 @@ class Candidate:
 
 class Choices:
     """What may be chosen for a run. fixed: keys of `KEYS` that are not to be chosen, with their values.
+    node_devices: that fast links join, where there are others.
 
     refused: message -> how many were refused with it.
     """
 
-    def __init__(self, settings: TrainSettings, devices: int, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        devices: int,
+        fixed: Mapping[str, Any] | None = None,
+        node_devices: int | None = None,
+    ) -> None:
         self.settings = settings
         self.devices = devices
+        self.node_devices = node_devices
         self.fixed = dict(fixed or {})
         self.refused: Counter[str] = Counter()
         self._values = settings.model_dump(exclude_unset=True)
@@ -148,7 +176,28 @@ class Choices:
         """A layout as a candidate, with what is fixed and nothing chosen."""
         schedule = str(self.fixed.get("schedule", self._plain))
         each = virtual_stages_of(schedule, self.fixed.get("virtual_stages"))
-        return Candidate(layout, schedule, each, self.fixed.get("recompute", "none"))
+        dealt = self.kinds(layout)[0][0]
+        return Candidate(layout, schedule, each, self.fixed.get("recompute", "none"), dealt)
+
+    @property
+    def zero(self) -> Zero | None:
+        """What is not chosen, as the settings or what is fixed say; None where it is."""
+        given = self.settings.parallel
+        said: Zero | None = given.zero if "zero" in given.model_fields_set else None
+        return self.fixed.get("zero", said)
+
+    def kinds(self, layout: LayoutChoice) -> tuple[tuple[Dealt, ...], ...]:
+        """What copies may keep in parts, the least first; each over groups within a node, where dp spans
+        nodes, and over all of dp. What the settings say is not chosen."""
+        given = self.settings.parallel
+        if layout.dp * layout.cp == 1:
+            return ((COPIES,),)
+        shard = self.fixed.get("dp_shard", given.dp_shard)
+        within = (self.node_devices or 0) // (layout.cp * layout.tp)
+        fits = 1 < within < layout.dp and layout.dp % within == 0 == within % layout.ep
+        groups = (shard,) if shard else (within, 0) if fits and self.zero is None else (0,)
+        zeros: tuple[Zero, ...] = (0, 1, 2, 3) if self.zero is None else (self.zero,)
+        return tuple(tuple(Dealt(zero, each) for each in groups) if zero else (COPIES,) for zero in zeros)
 
     @property
     def _plain(self) -> str:
@@ -192,7 +241,8 @@ class Choices:
             stages = stage_map_of(name)
             numbers = (stages.usual, *(VIRTUAL if stages.most is None else ()))
             for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
-                if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
+                candidate = replace(self.plain(layout), schedule=name, virtual_stages=each, recompute="none")
+                if stages.allow(each) and self.allowed(candidate):
                     yield name, each
 
     def again(self, layout: LayoutChoice) -> tuple[str | int, ...]:
@@ -218,7 +268,8 @@ class Choices:
             return None
         layout = LayoutChoice(*(getattr(given, key) for key in LAYOUT))
         each = virtual_stages_of(given.schedule, given.virtual_stages)
-        return Candidate(layout, given.schedule, each, given.recompute)
+        dealt = Dealt(given.zero, given.dp_shard or 0)
+        return Candidate(layout, given.schedule, each, given.recompute, dealt)
 
     def with_auto(self, one: Candidate) -> list[Candidate]:
         """The candidate with the schedule that planning finds, where that may be chosen."""
@@ -242,6 +293,13 @@ class Choices:
         return self.layers is None or self.layers >= each * layout.pp
 
 
+def node_of(cluster: Description) -> int | None:
+    """Devices of a node, where a cluster has several and their links differ."""
+    if isinstance(cluster, Hardware) and cluster.nodes > 1:
+        return cluster.fabric.node_devices
+    return None
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """All of them, ascending."""
     return tuple(one for one in range(1, number + 1) if number % one == 0)
@@ -258,7 +316,8 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
             near = "" if key in KEYS else meant(key, KEYS)
             raise UsageError(f"--fix {text}: {near}expected KEY=VALUE with a key of {', '.join(KEYS)}")
         read = parse_value(value)
-        faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
+        beside = {"zero": {"dp": 2}, "dp_shard": {"zero": 1, "dp": read}}.get(key, {})
+        faults = [line for _, line in faults_of(ParallelSettings, {key: read, **beside}, "", {})]
         if key == "schedule" and read not in (*FAMILIES, AUTO):
             faults = [unknown_schedule(read) or "an order of your own is for one layout: name a family"]
         if key == "ampipe_degree" and read == "auto":

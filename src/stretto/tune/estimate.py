@@ -19,18 +19,21 @@ from math import inf
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.mesh import Mesh
+from stretto.ir.parameters import gathers, scatters
 from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
 from stretto.planning.schedules import ENOUGH
-from stretto.price.cluster import TF32_PART, Cluster, Description, pp_link, sum_cost
+from stretto.price.cluster import TF32_PART, Cluster, Description, axis_cost, pp_link
 from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
-from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
+from stretto.schedule.timing import PhaseTimes, ScheduleTiming, most_kept, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock
-from stretto.tune.choices import Candidate, LayoutChoice
+from stretto.tune.choices import COPIES, Candidate, Dealt, LayoutChoice
+from stretto.tune.held import Shares
 
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
@@ -55,9 +58,12 @@ class Estimate:
     bound_us: float = 0.0
 
 
-def mesh_of(layout: LayoutChoice) -> Mesh:
-    """The mesh of a layout."""
-    sizes = {"dp": layout.dp // layout.ep, "cp": layout.cp, "ep": layout.ep, "tp": layout.tp}
+def mesh_of(layout: LayoutChoice, dealt: Dealt = COPIES) -> Mesh:
+    """The mesh of a layout, as `ParallelSettings.axes`."""
+    each = dealt.dp_shard or layout.dp
+    within = each < layout.dp
+    groups, among = (layout.dp // each, each // layout.ep) if within else (layout.dp // layout.ep, 1)
+    sizes = {"dp": groups, "dp_shard": among, "cp": layout.cp, "ep": layout.ep, "tp": layout.tp}
     return Mesh((("pp", layout.pp), *((axis, size) for axis, size in sizes.items() if size > 1)))
 
 
@@ -91,6 +97,7 @@ def guess(
     words: Sequence[str | int],
     limit_bytes: float,
     virtual: bool,
+    dealt: Dealt,
     least_us: float | None = None,
 ) -> Estimate:
     """Of a layout, with the least computed again that likely fits, infinite where nothing does; to put
@@ -100,7 +107,8 @@ def guess(
     m, p = layout.microbatches, layout.pp
     works = [block.again[word] for word in words if word in block.again]
     # As many live microbatches as 1F1B has.
-    peaks = [(block.fixed_bytes(layout) + work.saved_bytes * min(m, p)) / p for work in works]
+    fixed = block.fixed_bytes(layout, dealt)
+    peaks = [(fixed + work.saved_bytes * min(m, p)) / p for work in works]
     certain = works[0] if least_us is None else BlockWork((least_us, 0.0, 0.0), 0.0)
     least = bound_us(layout, certain, virtual or least_us is not None)
     for work, peak in zip(works, peaks, strict=True):
@@ -125,14 +133,24 @@ def estimate(
         family = LIKE_AUTO[v > 1]
     # The others add what one takes in steady state.
     count = min(m, max(ENOUGH * p, 8))
-    shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
+    shares = block.shares.get(p * v) or Shares.even(p * v)
+    body_bytes = work.saved_bytes - work.head_bytes
+    saved = [body_bytes * share for share in shares.saved]
+    saved[-1] += work.head_bytes
     fitting: list[tuple[int | None, Schedule]] = []
     least = inf
     for ahead in (None, *AHEAD) if work.exposure.joined is not None else (None,):
         schedule = _short(family, p, v, count, ahead)
         if schedule is not None:
-            live = _live(family, p, v, m, count, ahead)
-            peak = block.fixed_bytes(layout) / p + work.saved_bytes * live / (p * v)
+            kept = _kept(family, p, v, m, count, ahead, tuple(saved))
+            fixed = block.fixed_bytes(layout, candidate.dealt)
+            peak = max(
+                fixed * sum(shares.fixed[stage] for stage in stages)
+                + kept[rank]
+                + work.extra.of(p * v - 1 in stages, m)
+                for rank in range(p)
+                for stages in [schedule.stages_of(rank)]
+            )
             least = min(least, peak)
             if peak <= limit_bytes:
                 fitting.append((ahead, schedule))
@@ -142,15 +160,15 @@ def estimate(
     if p > 1:
         link = pp_link(cluster, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
-    reduction_us = _reduction_us(layout, block, cluster, sum(work.phases_us[1:]) / p)
+    once_us = _once_us(candidate, block, cluster, work)
     steps: list[Estimate] = []
     for ahead, schedule in fitting:
         try:
-            timing = time_schedule(schedule, _times(schedule, work, shares, message_us))
+            timing = time_schedule(schedule, _times(schedule, work, shares.work, message_us))
         except PlanError:  # of pairs, each may wait for the other
             continue
-        fullest = p * max(sum(shares[stage] for stage in schedule.stages_of(rank)) for rank in range(p))
-        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + reduction_us
+        fullest = p * max(sum(shares.work[stage] for stage in schedule.stages_of(rank)) for rank in range(p))
+        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + once_us
         steps.append(Estimate(step_us, least, ahead))
     return min(steps, key=lambda one: one.step_us, default=Estimate(inf, least))
 
@@ -184,17 +202,29 @@ def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
     return max(work, (done(last) - done(first)) / (last - first))
 
 
-def _reduction_us(layout: LayoutChoice, block: TuneBlock, cluster: Description, backward_us: float) -> float:
-    """What gradient reductions over data-parallel copies take beyond what they can run under."""
-    mesh = mesh_of(layout)
-    total_us = 0.0
-    for axis in ("dp", "ep"):
-        if mesh.size(axis) > 1:
-            try:
-                total_us += sum_cost(cluster, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
-            except UsageError:
-                return inf  # the plan would be refused for it, and describes why
-    return max(0.0, total_us - backward_us)
+def _once_us(candidate: Candidate, block: TuneBlock, cluster: Description, work: BlockWork) -> float:
+    """What is reduced and gathered once a step takes beyond what it can run under: the last backward, and the
+    first forward."""
+    layout, dealt = candidate.layout, candidate.dealt
+    mesh = mesh_of(layout, dealt)
+    copies = [axis for axis in ("dp", "dp_shard", "cp", "ep") if mesh.size(axis) > 1]
+    parts = [axis for axis in copies if dealt.zero and not (dealt.dp_shard and axis == "dp")]
+    gradients, read = block.gradient_bytes / layout.pp, block.read_bytes / layout.pp
+    reduced_us = gathered_us = 0.0
+    try:
+        for axis in parts:
+            if not scatters(dealt.zero):
+                reduced_us += axis_cost(cluster, mesh, axis, REDUCE_SCATTER.name).curve.us(gradients)
+            if not gathers(dealt.zero):
+                gathered_us += axis_cost(cluster, mesh, axis, ALL_GATHER.name).curve.us(read)
+            gradients, read = gradients / mesh.size(axis), read / mesh.size(axis)
+        for axis in copies:
+            if axis not in parts:
+                reduced_us += axis_cost(cluster, mesh, axis, ALL_REDUCE.name).curve.us(gradients)
+    except UsageError:
+        return inf  # the plan would be refused for it, and describes why
+    forward_us, *backward_us = (us / layout.pp for us in work.phases_us)
+    return max(0.0, reduced_us - sum(backward_us)) + max(0.0, gathered_us - forward_us)
 
 
 @lru_cache(maxsize=1024)
@@ -207,14 +237,19 @@ def _short(
 
 
 @lru_cache(maxsize=4096)
-def _live(
-    family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
-) -> int:
-    """The most microbatches' stages that are live on a rank. Those of a family that keeps all microbatches of
-    a short step grow with the full step."""
+def _kept(
+    family: str,
+    ranks: int,
+    virtual_stages: int,
+    microbatches: int,
+    short: int,
+    ahead: int | None,
+    saved: tuple[float, ...],
+) -> tuple[float, ...]:
+    """By rank, the most that it keeps of microbatches, each of which keeps so much on each stage. What a
+    family keeps that keeps all microbatches of a short step grows with the full step."""
     schedule = _short(family, ranks, virtual_stages, short, ahead)
     assert schedule is not None
-    live = peak_live(schedule)
-    if max(live) == short < microbatches:
-        return _live(family, ranks, virtual_stages, microbatches, microbatches, ahead)
-    return max(sum(live[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    if max(peak_live(schedule)) == short < microbatches:
+        return _kept(family, ranks, virtual_stages, microbatches, microbatches, ahead, saved)
+    return most_kept(schedule, schedule.stage_ranks, saved, saved)

@@ -172,25 +172,25 @@ class Search:
                 )
             if layout is None:
                 return None
-            if layout.key not in self._layouts.blocks:
+            if (asked := self._layouts.to_price(layout)) is not None:
                 self._priced_last = True
-                return self._layouts.to_price(layout)
+                return asked
             self._layouts.open.remove(layout)
             for family, each in self.choices.orders(layout.layout):
                 self._push(Candidate(layout.layout, family, each), layout.bound_us)
                 self._progress()
 
-    def _push(self, bare: Candidate, bound_us: float, above: object = None) -> None:
-        """A candidate with the least computed again that likely fits; above: the word that did not."""
+    def _push(self, bare: Candidate, bound_us: float) -> None:
+        """Candidates with the least computed again that likely fits."""
         try:
-            made = self._layouts.estimated(bare, above)
+            made = self._layouts.estimated(bare)
         except UsageError as error:
             self.tuned.drop(str(error), bare)
             return
-        if made is not None and made[0] not in self._seen:
-            candidate, result = made
-            self._seen[candidate] = _Open(result.step_us, candidate, bound_us, result.ahead)
-            self._candidates.append(self._seen[candidate])
+        for candidate, result in made:
+            if candidate not in self._seen:
+                self._seen[candidate] = _Open(result.step_us, candidate, bound_us, result.ahead)
+                self._candidates.append(self._seen[candidate])
 
     def _prune(self) -> None:
         """Step 3."""
@@ -233,7 +233,7 @@ class Search:
         candidate = asked.candidate
         if asked.order is None:
             assert isinstance(answer, (TuneBlock, Refused))
-            self._layouts.priced(candidate.layout, answer)
+            self._layouts.priced(candidate, answer)
         elif isinstance(answer, Brief):
             self._short_us[candidate] = answer.step_us
         elif isinstance(answer, Planned):
@@ -266,8 +266,10 @@ class Search:
             if candidate == self.choices.own():
                 self.tuned.own = answer
             self.tuned.needs(candidate, answer.bytes_needed)
+            if answer.by_memory:
+                self._layouts.refused(candidate, answer.bytes_needed)
             if answer.by_memory and self._layouts.key(candidate.layout) in self._layouts.blocks:
-                self._push(candidate, self._seen[candidate].bound_us, candidate.recompute)
+                self._push(candidate, self._seen[candidate].bound_us)
         elif known != (None, None) and self._finals is not None:
             # What is written is planned in full wherever it is used: one more takes its place.
             full = {one.candidate for one in self._plans.values() if one.order == DEFAULT}

@@ -32,7 +32,7 @@ from stretto.price.cluster import Description
 from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import TuneBlock, block_of, shares_of
-from stretto.tune.choices import Candidate, Choices
+from stretto.tune.choices import Candidate, Choices, Dealt, node_of
 from stretto.verifying.memory import MemoryFault
 
 
@@ -92,7 +92,8 @@ class Tuned:
     schedules or candidates; examples: one of each. layouts: how many were looked at; own: the settings' own,
     where it was planned. unseen_us: no candidate that was not planned and likely fits has a lower bound; None
     where all were. least: of what does not fit in memory, the candidate that needs least, and its bytes.
-    stopped: why the search ended before it was done.
+    stopped: why the search ended before it was done. larger: of candidates, kinds of what copies keep in parts
+    that need more than a device has, and their bytes with as much computed again.
     """
 
     layouts: int = 0
@@ -103,6 +104,7 @@ class Tuned:
     unseen_us: float | None = None
     least: tuple[str, float] | None = None
     stopped: str = ""
+    larger: dict[Candidate, dict[Dealt, float]] = field(default_factory=dict)
 
     def drop(self, reason: str, example: object = "", count: int = 1) -> None:
         """Count what is dropped for a reason."""
@@ -122,7 +124,7 @@ class TuneWork:
         self, settings: TrainSettings, devices: int, cluster: Description, fixed: Mapping[str, Any]
     ) -> None:
         self._settings = settings
-        self._choices = Choices(settings, devices, fixed)
+        self._choices = Choices(settings, devices, fixed, node_of(cluster))
         self._cluster = cluster
         self._captures = captures_of(settings, cluster)
         self._limit = cluster.memory_bytes
