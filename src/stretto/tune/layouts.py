@@ -62,6 +62,8 @@ class Layouts:
         """Layouts that need more than was estimated."""
         self._refused: dict[Candidate, float] = {}
         """Candidates that do, with their bytes."""
+        self._noted = set[tuple[Candidate, Dealt]]()
+        """What was dropped where other kinds fit."""
 
     def add(self, layout: LayoutChoice) -> None:
         """One more layout, if it is new."""
@@ -187,8 +189,8 @@ class Layouts:
 
     def estimated(self, bare: Candidate) -> list[tuple[Candidate, Estimate]]:
         """What may be the fastest with these stages and this schedule: of each kind of what copies keep in
-        parts, with the least computed again that likely fits, if that is less than with kinds that
-        communicate less. Of kinds that communicate once a step, the one with the least estimate.
+        parts, with the least computed again that likely fits, if that is less than with kinds that keep less
+        in parts.
 
         Raises UsageError for a schedule that cannot be made."""
         words = self._choices.again(bare.layout)
@@ -199,7 +201,7 @@ class Layouts:
             if block is None:
                 continue
             before = min((words.index(one.recompute) for one, _ in result), default=len(words))
-            for at, word in enumerate(words[: before + (not scatters(dealt.zero))]):
+            for word in words[:before]:
                 candidate = replace(bare, recompute=word, dealt=dealt)
                 if word not in block.again:
                     continue
@@ -209,11 +211,8 @@ class Layouts:
                 made = self._estimate(candidate, block)
                 if made.peak_bytes > FITS * self._limit:
                     large[candidate] = made.peak_bytes
-                elif at < before or made.step_us < result[-1][1].step_us:
-                    result = [] if not scatters(dealt.zero) and at == before else result
-                    result.append((candidate, made))
-                    break
                 else:
+                    result.append((candidate, made))
                     break
         fitting = {one.dealt for one, _ in result}
         for candidate, _ in result:
@@ -222,9 +221,19 @@ class Layouts:
         for candidate, nbytes in large.items():
             if not result:
                 self._too_large(LIKELY_TOO_LARGE, candidate, nbytes)
-            elif candidate.dealt not in fitting:
-                self._tuned.drop(f"zero = {candidate.dealt.zero}: {LIKELY_TOO_LARGE}", candidate)
+            elif candidate.dealt not in fitting and (bare, candidate.dealt) not in self._noted:
+                self._noted.add((bare, candidate.dealt))
+                self._tuned.drop(f"zero = {candidate.dealt.zero} is {LIKELY_TOO_LARGE}", candidate)
         return result
+
+    def beside(self, candidate: Candidate) -> list[tuple[Candidate, Estimate]]:
+        """The same with the other kinds that communicate once a step, as far as they likely fit."""
+        layout = candidate.layout
+        others = [] if scatters(candidate.dealt.zero) else self.kinds(layout)
+        once = (of for of in others if not scatters(of.zero) and of.zero != candidate.dealt.zero)
+        block = self.blocks[self.key(layout)]
+        made = [(one, self._estimate(one, block)) for one in (replace(candidate, dealt=of) for of in once)]
+        return [pair for pair in made if pair[1].peak_bytes <= FITS * self._limit]
 
     def _estimate(self, candidate: Candidate, block: TuneBlock) -> Estimate:
         """With as much in full for a step as fits, of kinds that scatter in microbatches."""

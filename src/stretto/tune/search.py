@@ -9,7 +9,7 @@
     3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`), once there
        are some to compare it with (`LEAST`).
     4. Where a plan that is the best so far exposes communication in blocks, other numbers of AMPipe's chunks
-       are layouts too.
+       are layouts too; where it exposes what copies communicate once a step, so are the other kinds of that.
     5. The best are planned in full (`finalists`), also with "auto" for a schedule. The fastest of these wins.
 
 The settings' own candidate is planned first. The search can end at any time with what it has.
@@ -30,6 +30,7 @@ from stretto.planning.choose import QUICK
 from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
+from stretto.tune.estimate import Estimate
 from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
 from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned, Workers
 
@@ -48,7 +49,7 @@ FINALISTS = 3
 """Candidates that are planned in full. Assumed."""
 
 HIDES = 0.02
-"""Of a step, what communication in blocks exposes at least where AMPipe's chunks are tried. Assumed."""
+"""Of a step, what communication exposes at least where other ways are tried (step 4). Assumed."""
 
 SAY_S = 2.0
 """Seconds between two lines of progress."""
@@ -187,6 +188,9 @@ class Search:
         except UsageError as error:
             self.tuned.drop(str(error), bare)
             return
+        self._open(made, bound_us)
+
+    def _open(self, made: Sequence[tuple[Candidate, Estimate]], bound_us: float) -> None:
         for candidate, result in made:
             if candidate not in self._seen:
                 self._seen[candidate] = _Open(result.step_us, candidate, bound_us, result.ahead)
@@ -251,9 +255,16 @@ class Search:
         if candidate == self.choices.own():
             self.tuned.own = self._plans[candidate]
         # Step 4.
-        exposed_us = sum(us for axis, us in plan.exposed_us.items() if axis in ("tp", "ep"))
-        chunks = plan.order == QUICK and plan.step_us < best_us and exposed_us >= HIDES * plan.step_us
-        if chunks and candidate.layout.ampipe_degree == 1:
+        if plan.order != QUICK or plan.step_us >= best_us:
+            return
+        in_blocks_us, over_copies_us = (
+            sum(us for axis, us in plan.exposed_us.items() if axis in axes)
+            for axes in (("tp", "ep"), ("dp", "dp_shard"))
+        )
+        known = self._layouts.key(candidate.layout) in self._layouts.blocks
+        if known and over_copies_us >= HIDES * plan.step_us:
+            self._open(self._layouts.beside(candidate), self._seen[candidate].bound_us)
+        if in_blocks_us >= HIDES * plan.step_us and candidate.layout.ampipe_degree == 1:
             for degree in self.choices.degrees(candidate.layout):
                 self._layouts.add(replace(candidate.layout, ampipe_degree=degree))
 
