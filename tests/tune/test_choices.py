@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config import TrainSettings
+from stretto.config import ParallelSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.schedule.families import FAMILIES
-from stretto.tune.choices import Candidate, Choices, LayoutChoice, read_fixed
+from stretto.tune.choices import Candidate, Choices, Dealt, LayoutChoice, read_fixed
 from tests.tune.small import settings
 
 
@@ -70,6 +70,24 @@ def test_keys_about_axes_that_are_not_used_are_left_out(tmp_path: Path) -> None:
     assert without.parallel.ep_buffer is None
 
 
+def test_copies_may_keep_all_kinds_in_parts(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    layout = LayoutChoice(1, 8, 1, 1, False, 1)
+    whole = tuple((Dealt(zero),) for zero in (0, 1, 2, 3))
+    assert Choices(given, 8).kinds(layout) == whole
+    within = tuple((Dealt(zero, 4), Dealt(zero)) for zero in (1, 2, 3))
+    assert Choices(given, 8, node_devices=4).kinds(layout) == ((Dealt(),), *within)
+    assert Choices(given, 8, node_devices=8).kinds(layout) == whole
+    assert Choices(given, 8).kinds(LayoutChoice(8, 1, 1, 1, False, 1)) == ((Dealt(),),)
+    assert Choices(given, 8, {"zero": 2}, 4).kinds(layout) == ((Dealt(2),),)
+    for zero in (0, 3, "auto"):
+        said = given.model_copy(update={"parallel": ParallelSettings(dp=8, zero=zero)})
+        assert Choices(said, 8, node_devices=4).kinds(layout) == ((Dealt(zero),),)
+    made = Choices(given, 8).settings_of(Candidate(layout, "1f1b", 1, dealt=Dealt(2, 4)))
+    assert (made.parallel.zero, made.parallel.dp_shard) == (2, 4)
+    assert str(Candidate(layout, "1f1b", 1, dealt=Dealt(2, 4))).endswith("1f1b zero=2 over 4")
+
+
 def test_schedules_are_those_that_there_are(tmp_path: Path) -> None:
     choices = Choices(settings(tmp_path, layers=8), 4)
     found = list(choices.orders(LayoutChoice(4, 1, 1, 1, False, 8)))
@@ -95,6 +113,7 @@ def test_what_is_fixed_is_not_chosen(tmp_path: Path) -> None:
         ("tp", "expected KEY=VALUE"),
         ("tp=0", "--fix tp=0: tp = 0"),
         ("tp=two", "--fix tp=two: tp = 'two'"),
+        ("zero=4", "--fix zero=4: zero = 4"),
         ("recompute=some", "input should be 'none', 'selective'"),
         ("schedule=mine", "unknown schedule family 'mine'"),
         ("ampipe_degree=auto", "compared anyway"),

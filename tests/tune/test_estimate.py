@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from stretto.ir.parameters import Zero
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import named_cluster
 from stretto.tune.block import BlockWork, Exposure, TuneBlock, block_of
-from stretto.tune.choices import Candidate, Choices, LayoutChoice
+from stretto.tune.choices import Candidate, Choices, Dealt, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
+from stretto.tune.held import Fixed, Shares
 from stretto.tune.work import Asked, Planned, TuneWork, captures_of
 from tests.families import ONE_STAGE
 from tests.tune.small import CLUSTER, settings
 
-EVEN = TuneBlock(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, 16e6, 0.0, 0.0)
+EVEN = TuneBlock(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, {0: Fixed(16e6)}, 0.0, 0.0)
 
 
 def test_an_estimate_is_the_schedule_s_own_formula() -> None:
@@ -36,30 +38,24 @@ def test_an_estimate_is_the_schedule_s_own_formula() -> None:
 
 
 def test_what_zero_deals_out_is_shared_by_copies(tmp_path: Path) -> None:
-    """16 bytes a parameter: of those with zero 1 the rank's own values and two averages, beside a copy."""
-    found = {}
-    for zero in (0, 1):
-        given = settings(tmp_path).parallel.model_copy(
-            update={"pp": 1, "dp": 4, "microbatches": 2, "zero": zero}
-        )
-        captures = captures_of(settings(tmp_path), CLUSTER)
-        found[zero] = block_of(captures, given, CLUSTER, ("none",), 1)
-    assert found[0].dealt_bytes == 0
-    n = found[0].full_bytes / 16
-    for dp, expected in ((2, 14 * n), (4, 11 * n)):
+    """16 bytes a parameter: of those with zero 1 the rank's own values and two averages, beside a copy; with 2
+    gradients too, with 3 no copy."""
+    given = settings(tmp_path).parallel.model_copy(update={"pp": 1, "dp": 4, "microbatches": 2})
+    block = block_of(captures_of(settings(tmp_path), CLUSTER), given, CLUSTER, ("none",), 1)
+    n = block.fixed[0].full / 16
+    for dp, expected in ((2, {0: 16, 1: 14, 2: 12, 3: 8}), (4, {0: 16, 1: 11, 2: 8, 3: 4})):
         layout = LayoutChoice(1, dp, 1, 1, False, 4)
-        assert found[0].fixed_bytes(layout) == 16 * n
-        assert found[1].fixed_bytes(layout) == expected
-    grouped = replace(found[1], dp_shard=2)
-    assert grouped.fixed_bytes(LayoutChoice(1, 4, 1, 1, False, 4)) == 14 * n
+        for zero, each in expected.items():
+            assert block.fixed_bytes(layout, Dealt(zero)) == each * n
+        assert block.fixed_bytes(replace(layout, dp=8), Dealt(1, dp)) == expected[1] * n
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_what_microbatches_gather_and_scatter_is_in_the_estimate(tmp_path: Path, zero: int) -> None:
+def test_what_microbatches_gather_and_scatter_is_in_the_estimate(tmp_path: Path, zero: Zero) -> None:
     given = settings(tmp_path)
     parallel = given.parallel.model_copy(update={"pp": 1, "dp": 4, "microbatches": 2, "zero": zero})
     doing = TuneWork(given.model_copy(update={"parallel": parallel}), 4, CLUSTER, {})
-    candidate = Candidate(LayoutChoice(1, 4, 1, 1, False, 2), "1f1b", 1)
+    candidate = Candidate(LayoutChoice(1, 4, 1, 1, False, 2), "1f1b", 1, dealt=Dealt(zero))
     block, made = doing.do(Asked(candidate, None, ("none",))), doing.do(Asked(candidate, "list"))
     assert isinstance(block, TuneBlock)
     assert isinstance(made, Planned)
@@ -70,7 +66,8 @@ def test_what_microbatches_gather_and_scatter_is_in_the_estimate(tmp_path: Path,
 
 def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:
     candidate = Candidate(LayoutChoice(4, 1, 1, 1, False, 64), "1f1b", 1)
-    uneven = replace(EVEN, shares={4: (0.4, 0.2, 0.2, 0.2)})
+    work = (0.4, 0.2, 0.2, 0.2)
+    uneven = replace(EVEN, shares={4: Shares(work, work, work)})
     even_us, uneven_us = (
         estimate(candidate, one, EVEN.again["none"], CLUSTER).step_us for one in (EVEN, uneven)
     )

@@ -11,7 +11,7 @@ from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.ir.costs import Prediction
 from stretto.price.cluster import Description
-from stretto.tune.choices import Candidate, Choices, LayoutChoice
+from stretto.tune.choices import Candidate, Choices, Dealt, LayoutChoice
 from stretto.tune.search import NOT_REACHED, PLAN_TOO_LARGE, Search, finalists
 from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned
 from tests.tune.here import Here
@@ -146,6 +146,31 @@ def test_more_is_computed_again_where_memory_asks_for_it(tmp_path: Path) -> None
     tight, _ = tuned(given, 2, CLUSTER.model_copy(update={"memory_bytes": least}), fixed)
     assert tight.planned[0].candidate.recompute != "none"
     assert max(tight.planned[0].made.peak_bytes) <= least
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_copies_keep_as_much_in_parts_as_memory_asks_for(tmp_path: Path, zero: int) -> None:
+    """With as much memory as each kind's step needs, what is computed again kept out: others do not fit."""
+    given = settings(tmp_path, layers=2)
+    fixed = {**FEW, "pp": 1, "tp": 1, "dp": 4}
+    small = CLUSTER.model_copy(update={"link_gbps": 100.0})
+    needs = {}
+    for kind in (0, 1, 2, 3):
+        made = Here(given, 4, small).work.do(
+            Asked(Candidate(LayoutChoice(1, 4, 1, 1, False, 2), "1f1b", 1, dealt=Dealt(kind)), "list")
+        )
+        assert isinstance(made, Planned)
+        needs[kind] = max(made.made.peak_bytes)
+    assert needs[0] > needs[1] > needs[2] > needs[3]
+    found, here = tuned(given, 4, small.model_copy(update={"memory_bytes": needs[zero]}), fixed)
+    best = found.planned[0]
+    assert best.candidate.dealt == Dealt(zero)
+    assert max(best.made.peak_bytes) <= needs[zero]
+    larger = found.larger[best.candidate]
+    assert set(larger) == {Dealt(kind) for kind in (0, 1, 2, 3) if kind < zero}
+    assert all(nbytes > needs[zero] for nbytes in larger.values())
+    priced = [asked.candidate.dealt.zero for asked in here.done if asked.order is None]
+    assert sorted(priced) == ([0] if zero == 1 else [0, 2, 3])  # others only where they may be needed
 
 
 def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def tune(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans the table shows.")] = 10,
 ) -> None:
-    """Choose pp, tp, dp, ep, zero, microbatches, schedule, recomputation and AMPipe's chunks for a cluster."""
+    """Choose pp, tp, dp, ep, zero, microbatches, schedule, recomputation, AMPipe's chunks for a cluster."""
     check_output("--output", output)
     settings = load_settings(config, changes or [])
     result = read_cluster(cluster)

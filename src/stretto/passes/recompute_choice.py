@@ -52,25 +52,27 @@ Peaks = Callable[[Job, bool], Sequence[int]]
 """The most bytes that each rank keeps when the job is planned, exactly or about (True)."""
 
 
-def recomputed(step: Step, context: Context) -> Step:
-    """The step whose backward computes again what `job.recompute` says.
+def recomputed(step: Step, context: Context, *, stays: bool = False) -> Step:
+    """The step whose backward computes again what `job.recompute` says. stays: whether a limit is to leave
+    room for all that sharded state can keep full for a step (`stretto.passes.stays`).
 
     Raises PlanError for a limit that cannot be kept, UsageError for an unknown choice.
     """
     try:
-        return _recomputed(step, context)
+        return _recomputed(step, context, stays)
     except PlanError:
         if step.asked == "off":
             raise
         # Overlap is an upper limit, and buffers of what is waited for at once are live for less long.
-        return _recomputed(replace(step, asked="off"), context)
+        return _recomputed(replace(step, asked="off"), context, stays)
 
 
-def _recomputed(step: Step, context: Context) -> Step:
+def _recomputed(step: Step, context: Context, stays: bool) -> Step:
     job = step.job
 
     def peaks(made: Job, about: bool) -> Sequence[int]:
-        return context.peaks(sharded_state(replace(step, job=made), context), about)
+        counted = replace(step, job=made)
+        return context.peaks(counted if stays else sharded_state(counted, context), about)
 
     choice = job.recompute if isinstance(job.recompute, str) else job.recompute - context.spare_bytes
     made = recompute(job, choice, context.costs_of(job), step.schedule, peaks)

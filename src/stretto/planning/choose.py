@@ -38,6 +38,7 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
+from stretto.passes.recompute_choice import recomputed
 from stretto.passes.sharded_state import sharded_state
 from stretto.passes.stays import KINDS, kept_full
 from stretto.passes.step import Context, LeftOutError, Pass, Step
@@ -224,24 +225,26 @@ class Variants:
         if gain_us <= STAY_WORTH * base.step_us:
             self.not_full = "nothing stays full: it would gain nothing"
             return
-        try:
-            # Pairs, and sends, need more than ops as captured.
-            more = max(0, base.peak_bytes - max(context.peaks(self.step(begin), True)))
-            for first, share in STAYS:
-                if not context.watch.stopped:
-                    stays = partial(kept_full, first=first, share=share, spare_bytes=more)
-                    variant = (*(stays if one is sharded_state else one for one in begin), *way)
-                    self._stays(variant, base.begin, context)
-        except PlanError as error:
-            self.not_full = f"nothing stays full: {error.faults[0]}"
+        # Pairs, and sends, need more than ops as captured.
+        more = max(0, base.peak_bytes - max(context.peaks(self.step(begin), True)))
+        # Of a limit, recomputation leaves room for nothing else, or for all that may stay.
+        rooms: list[dict[Pass, Pass]] = [{}]
+        if isinstance(self.first.job.recompute, int):
+            rooms.append({recomputed: partial(recomputed, stays=True)})
+        for room, (first, share) in product(rooms, STAYS):
+            if not context.watch.stopped:
+                other = room | {sharded_state: partial(kept_full, first=first, share=share, spare_bytes=more)}
+                variant = (*(other.get(one, one) for one in begin), *way)
+                self._stays(variant, base.begin, context)
 
     def _stays(self, variant: Variant, begin: int, context: Context) -> None:
         try:
             self.step(variant[:begin])
+            self._simulate(variant, begin, context, f"variant {len(self._tried) + 1}, ")
         except LeftOutError as error:
             self.not_full = self.not_full or str(error)
-        else:
-            self._simulate(variant, begin, context, f"variant {len(self._tried) + 1}, ")
+        except PlanError as error:
+            self.not_full = self.not_full or f"nothing stays full: {error.faults[0]}"
 
     def _work_us(self, begin: Variant) -> float:
         """What the ops of the few microbatches take on a rank, in the mean."""

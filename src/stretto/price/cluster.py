@@ -18,7 +18,6 @@ from stretto.files.codec import MOST
 from stretto.files.settings_file import NamedArguments, read_toml
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
-from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.costs import LEAST_RATE, CollectiveCost, Costs, Link, Peak
 from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes

@@ -33,8 +33,8 @@ from stretto.passes.sharded_state import in_programs
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
-from stretto.tune.choices import Dealt, LayoutChoice
-from stretto.tune.held import Extra, Fixed, Shares, extra_of, fixed_of, parts_of, saved_of
+from stretto.tune.choices import COPIES, Dealt, LayoutChoice
+from stretto.tune.held import NOTHING, Extra, Fixed, Shares, extra_of, fixed_of, parts_of, saved_of
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
@@ -55,14 +55,15 @@ class Exposure:
 class BlockWork:
     """One microbatch through the model, on one of the ranks that share it.
 
-    phases_us: F, I and W on the compute lane. saved_bytes: what the forward keeps for the backward, with that
-    of the model's head, head_bytes. exposure: what of the collectives stays exposed. extra: what a rank has for a while besides.
+    phases_us: F, I and W on the compute lane. saved_bytes: what the forward keeps for the backward, with
+    that of the model's head, head_bytes. exposure: what of the collectives stays exposed. extra: what a rank
+    has for a while besides.
     """
 
     phases_us: tuple[float, float, float]
     saved_bytes: float
     exposure: Exposure = Exposure()
-    extra: Extra = Extra()
+    extra: Extra = NOTHING
     head_bytes: float = 0.0
 
     @property
@@ -94,8 +95,8 @@ class BlockWork:
 class TuneBlock:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
     again, what that makes of the microbatch's work. fixed: by `zero`, what ranks have throughout.
-    gradient_bytes: what data-parallel copies reduce. message_bytes: what crosses a border, one way. shares: by
-    numbers of stages, what each stage has of all; about equal where it is not known. read_bytes: of
+    gradient_bytes: what data-parallel copies reduce. message_bytes: what crosses a border, one way. shares:
+    by numbers of stages, what each stage has of all; about equal where it is not known. read_bytes: of
     parameters, as ops read them.
     """
 
@@ -193,7 +194,7 @@ def shares_of(
 def _few(parallel: ParallelSettings) -> dict[str, object]:
     """Changes to a layout that leave as few devices as show what layers communicate: the schedule and the
     copies come later, but where microbatches communicate with them."""
-    dp, zero = parallel.ep, 0
+    dp, zero = parallel.ep, COPIES.zero
     if scatters(parallel.zero):
         dp, zero = parallel.dp_shard or parallel.dp, parallel.zero
     return {

@@ -60,6 +60,9 @@ class Extra:
         return Extra(self.first * by, self.last * by, self.alone * by)
 
 
+NOTHING = Extra()
+
+
 @dataclass(frozen=True, slots=True)
 class Shares:
     """By stage, what each has of all work, of what is fixed, and of what is saved but for the head's."""

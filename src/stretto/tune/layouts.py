@@ -112,7 +112,8 @@ class Layouts:
         block = self.blocks[self.key(layout)]
         work = block.again[word]
         live = work.saved_bytes * min(layout.microbatches, layout.pp)
-        return (block.fixed_bytes(layout, dealt) + live) / layout.pp + work.extra.of(layout.pp == 1, layout.microbatches)
+        extra = work.extra.of(layout.pp == 1, layout.microbatches)
+        return (block.fixed_bytes(layout, dealt) + live) / layout.pp + extra
 
     def _left(self, one: OpenLayout) -> Dealt | None:
         """Of a layout, the kind whose block is to be priced next: the first, and where that of others, which

@@ -92,8 +92,8 @@ class Tuned:
     schedules or candidates; examples: one of each. layouts: how many were looked at; own: the settings' own,
     where it was planned. unseen_us: no candidate that was not planned and likely fits has a lower bound; None
     where all were. least: of what does not fit in memory, the candidate that needs least, and its bytes.
-    stopped: why the search ended before it was done. larger: of candidates, kinds of what copies keep in parts
-    that need more than a device has, and their bytes with as much computed again.
+    stopped: why the search ended before it was done. larger: of candidates, kinds of what copies keep in
+    parts that need more than a device has, and their bytes with as much computed again.
     """
 
     layouts: int = 0
