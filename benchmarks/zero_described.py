@@ -77,8 +77,7 @@ DESCRIBED: Mapping[str, Described] = {
     "llama-8b-zero-0": Described(
         llama_8b, stretto.Parallel(dp=8, recompute="full"), 8, bf16_weights=True, optimizer="sgd"
     ),
-    # Room for what waits of gathers, beside what recomputation counts.
-    "llama-8b-zero-3": Described(llama_8b, stretto.Parallel(dp=8, zero=3, recompute=78 * 10**9), 8),
+    "llama-8b-zero-3": Described(llama_8b, stretto.Parallel(dp=8, zero=3, recompute=LIMIT_BYTES), 8),
     "gpt-zero-0": Described(gpt, stretto.Parallel(pp=2, dp=2, microbatches=8, schedule="1f1b"), 4, rows=4),
     "mixtral-8x7b-zero-1": Described(
         mixtral_8x7b,

@@ -24,12 +24,13 @@ from stretto.passes.recompute import is_repeated
 from stretto.passes.recompute_choice import recompute
 from stretto.passes.step import Step
 from stretto.planning import make_plan as make_plan_module
-from stretto.planning.make_plan import make_plan
+from stretto.planning.choose import begins
+from stretto.planning.make_plan import make_plan, variants_of
 from stretto.planning.peaks import Peaks
 from stretto.planning.schedules import choose_schedule
 from stretto.schedule.once import with_once
 from tests.cells import slow
-from tests.clusters import cores_file
+from tests.clusters import cores, cores_file
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
 from tests.runtime.test_memory import peaks_with_adamw
@@ -121,6 +122,23 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
         assert made == replace(off, overlap_why=f"overlap has more than recompute = {limit:,} bytes a rank")
         assert f"overlap          off: {made.overlap_why}" in str(made)
     assert "has more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
+
+
+def test_a_limit_counts_what_sharded_state_keeps() -> None:
+    """With parameters, gradients and state in parts there is room for more of what the forward made."""
+    shape = GPTConfig(vocab_size=512, layers=4, hidden=256, heads=4, context=256)
+    with torch.device("meta"):
+        model = GPT(shape)
+    batch = torch.empty(8, 257, dtype=torch.int64, device="meta")
+    limit = 55_000_000
+    cluster = cores(link_gbps=50.0, latency_us=5.0)
+    repeats: dict[int, int] = {}
+    for zero in (1, 3):
+        job = capture(model, batch, next_token_loss, Parallel(dp=4, zero=zero, recompute=limit))
+        step = variants_of(job, cluster, "list").step(begins()[0])
+        repeats[zero] = sum(is_repeated(op) for _, op in step.job.all_ops)
+        assert max(peaks(stretto.plan(job, cluster, order="list"))) <= limit
+    assert 0 < 2 * repeats[3] < repeats[1]
 
 
 def test_what_messages_need_beyond_a_limit_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
