@@ -38,8 +38,8 @@ def test_an_estimate_is_the_schedule_s_own_formula() -> None:
 
 
 def test_what_zero_deals_out_is_shared_by_copies(tmp_path: Path) -> None:
-    """16 bytes a parameter: of those with zero 1 the rank's own values and two averages, beside a copy; with 2
-    gradients too, with 3 no copy."""
+    """16 bytes a parameter: with zero 1 a rank has parts of its own values and two averages, with 2 of
+    gradients too, with 3 of what ops read."""
     given = settings(tmp_path).parallel.model_copy(update={"pp": 1, "dp": 4, "microbatches": 2})
     block = block_of(captures_of(settings(tmp_path), CLUSTER), given, CLUSTER, ("none",), 1)
     n = block.fixed[0].full / 16

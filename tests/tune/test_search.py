@@ -40,10 +40,12 @@ def everything(
     choices = Choices(given, devices, fixed)
     doing = Here(given, devices, found).work
     made = [
-        doing.do(Asked(Candidate(layout, family, each, word), "list"))
+        doing.do(Asked(Candidate(layout, family, each, word, dealt), "list"))
         for layout in choices.layouts()
         for family, each in choices.orders(layout)
         for word in choices.again(layout)
+        for kind in choices.kinds(layout)
+        for dealt in kind
     ]
     quick = sorted((one for one in made if isinstance(one, Planned)), key=lambda one: one.step_us)
     full = [doing.do(Asked(one.candidate, "improve")) for one in quick[:FULL]]

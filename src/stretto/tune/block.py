@@ -97,7 +97,7 @@ class TuneBlock:
     again, what that makes of the microbatch's work. fixed: by `zero`, what ranks have throughout.
     gradient_bytes: what data-parallel copies reduce. message_bytes: what crosses a border, one way. shares:
     by numbers of stages, what each stage has of all; about equal where it is not known. read_bytes: of
-    parameters, as ops read them.
+    parameters, as ops read them; first_bytes: of the first of them.
     """
 
     rows: float
@@ -108,6 +108,7 @@ class TuneBlock:
     message_bytes: float
     shares: Mapping[int, Shares] = field(default_factory=dict)
     read_bytes: float = 0.0
+    first_bytes: float = 0.0
 
     def fixed_bytes(self, layout: LayoutChoice, dealt: Dealt) -> float:
         """Of all stages of the model, what a rank of the layout has throughout."""
@@ -162,6 +163,7 @@ def block_of(
         sum(parameter.grad_nbytes for parameter in first),
         max(sizes, default=0),
         read_bytes=sum(parameter.spec.nbytes for parameter in parameters),
+        first_bytes=next((parameter.spec.nbytes for parameter in parameters), 0),
     )
 
 

@@ -12,6 +12,7 @@ memory     Parameters, gradients and optimizer of an equal share, and what the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.parameters import gathers, scatters
 from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
+from stretto.passes.flat import LARGE_BYTES
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
 from stretto.planning.schedules import ENOUGH
@@ -204,27 +206,32 @@ def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
 
 def _once_us(candidate: Candidate, block: TuneBlock, cluster: Description, work: BlockWork) -> float:
     """What is reduced and gathered once a step takes beyond what it can run under: the last backward, and the
-    first forward."""
+    first forward, which the first parameter's, or a bucket's, never does."""
     layout, dealt = candidate.layout, candidate.dealt
     mesh = mesh_of(layout, dealt)
     copies = [axis for axis in ("dp", "dp_shard", "cp", "ep") if mesh.size(axis) > 1]
     parts = [axis for axis in copies if dealt.zero and not (dealt.dp_shard and axis == "dp")]
-    gradients, read = block.gradient_bytes / layout.pp, block.read_bytes / layout.pp
-    reduced_us = gathered_us = 0.0
+    reduced = [] if scatters(dealt.zero) else [(axis, REDUCE_SCATTER.name) for axis in parts]
+    reduced += [(axis, ALL_REDUCE.name) for axis in copies if axis not in parts]
+    gathered = [] if gathers(dealt.zero) else [(axis, ALL_GATHER.name) for axis in parts]
+    among = math.prod(mesh.size(axis) for axis in parts) if scatters(dealt.zero) else 1
+
+    def exposed_us(travel: Sequence[tuple[str, str]], nbytes: float, under_us: float) -> float:
+        def takes_us(left: float) -> float:
+            total_us = 0.0
+            for axis, kind in travel:
+                total_us += axis_cost(cluster, mesh, axis, kind).curve.us(left)
+                left /= 1 if kind == ALL_REDUCE.name else mesh.size(axis)
+            return total_us
+
+        return max(takes_us(nbytes) - under_us, takes_us(min(nbytes, max(LARGE_BYTES, block.first_bytes))))
+
+    forward_us, *backward_us = (us / layout.pp for us in work.phases_us)
     try:
-        for axis in parts:
-            if not scatters(dealt.zero):
-                reduced_us += axis_cost(cluster, mesh, axis, REDUCE_SCATTER.name).curve.us(gradients)
-            if not gathers(dealt.zero):
-                gathered_us += axis_cost(cluster, mesh, axis, ALL_GATHER.name).curve.us(read)
-            gradients, read = gradients / mesh.size(axis), read / mesh.size(axis)
-        for axis in copies:
-            if axis not in parts:
-                reduced_us += axis_cost(cluster, mesh, axis, ALL_REDUCE.name).curve.us(gradients)
+        result_us = exposed_us(reduced, block.gradient_bytes / layout.pp / among, sum(backward_us))
+        return result_us + exposed_us(gathered, block.read_bytes / layout.pp, forward_us)
     except UsageError:
         return inf  # the plan would be refused for it, and describes why
-    forward_us, *backward_us = (us / layout.pp for us in work.phases_us)
-    return max(0.0, reduced_us - sum(backward_us)) + max(0.0, gathered_us - forward_us)
 
 
 @lru_cache(maxsize=1024)
