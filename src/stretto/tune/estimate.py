@@ -149,7 +149,7 @@ def estimate(
             peak = max(
                 fixed * sum(shares.fixed[stage] for stage in stages)
                 + kept[rank]
-                + work.extra.of(p * v - 1 in stages, m)
+                + work.extra.of(p * v - 1 in stages, m, p)
                 for rank in range(p)
                 for stages in [schedule.stages_of(rank)]
             )

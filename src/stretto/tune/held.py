@@ -44,20 +44,24 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Bytes of a rank without the last stage, of one with it, and of one that has it in a step of one
-    microbatch, whose gradients begin as what is saved goes."""
+    """Bytes of a rank without the last stage, and of one with it: in steps of many microbatches, and of few,
+    as many as pipeline ranks, of which fewer messages wait. alone: in a step of one, whose gradients begin as
+    what is saved goes."""
 
-    first: float = 0.0
-    last: float = 0.0
+    many: tuple[float, float] = (0.0, 0.0)
+    few: tuple[float, float] = (0.0, 0.0)
     alone: float = 0.0
 
-    def of(self, last: bool, microbatches: int) -> float:
+    def of(self, last: bool, microbatches: int, pp: int) -> float:
+        """What such a rank has in a step of so many microbatches."""
         if microbatches == 1:
             return self.alone
-        return self.last if last else self.first
+        return (self.few if microbatches <= pp else self.many)[last]
 
     def scaled(self, by: float) -> Extra:
-        return Extra(self.first * by, self.last * by, self.alone * by)
+        """For so many times the rows: a guess."""
+        many, few = ((first * by, last * by) for first, last in (self.many, self.few))
+        return Extra(many, few, self.alone * by)
 
 
 NOTHING = Extra()
@@ -148,8 +152,8 @@ def extra_of(made: Job, job: Job, prices: Prices, schedule: Schedule, ep: int) -
     context = Context(prices, QUICK, Peaks(prices))
     copies = math.prod(job.size(axis) for axis in ("dp", "cp", "ep"))
     saved, last = saved_of(made).by_stage, len(made.stages) - 1
-    found: dict[int, dict[bool, float]] = {}
-    for count in (1, 2 * schedule.ranks):
+    found: dict[int, tuple[float, float]] = {}
+    for count in {1, schedule.ranks, 2 * schedule.ranks}:
         each = len(made.stages) // schedule.ranks
         short = make_schedule(schedule.family, schedule.ranks, count, virtual_stages=each)
         step = Step(made, short, short, "local", asked="local")
@@ -162,6 +166,5 @@ def extra_of(made: Job, job: Job, prices: Prices, schedule: Schedule, ep: int) -
             stages = short.stages_of(rank)
             known = fixed_of(job, ep, job.zero, stages).bytes_over(copies) + kept[rank]
             more[last in stages] = max(more.get(last in stages, -inf), peak_bytes(plan, rank) - known)
-        found[count] = more
-    several = found[2 * schedule.ranks]
-    return Extra(several.get(False, several[True]), several[True], found[1][True])
+        found[count] = more.get(False, more[True]), more[True]
+    return Extra(found[2 * schedule.ranks], found[schedule.ranks], found[1][True])

@@ -112,7 +112,7 @@ class Layouts:
         block = self.blocks[self.key(layout)]
         work = block.again[word]
         live = work.saved_bytes * min(layout.microbatches, layout.pp)
-        extra = work.extra.of(layout.pp == 1, layout.microbatches)
+        extra = work.extra.of(layout.pp == 1, layout.microbatches, layout.pp)
         return (block.fixed_bytes(layout, dealt) + live) / layout.pp + extra
 
     def _left(self, one: OpenLayout) -> Dealt | None:
