@@ -31,7 +31,7 @@ from stretto.planning.choose import Variants, begins, likely_ways, short_steps
 from stretto.planning.finish import MOST, sends_waited
 from stretto.planning.make_plan import variants_of
 from stretto.planning.tried import Variant
-from stretto.planning.windows import lowered
+from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description
 from stretto.verifying.memory import peak_bytes
 
@@ -99,7 +99,8 @@ def _made(before: Step, context: Context, ahead: int | None, missing: list[objec
     count = before.short.microbatches
     limit_bytes = inf if before.max_bytes is None else before.max_bytes
     # As early as any plan may post its receives.
-    for short in short_steps(before, context, likely_ways(before, ahead), MOST):
+    ways = dict.fromkeys((*likely_ways(before, ahead), (at_once,)))  # the last needs least
+    for short in short_steps(before, context, [*ways], MOST):
         if isinstance(short, PlanError):
             missing += short.faults
         elif isinstance(short, Exception):
