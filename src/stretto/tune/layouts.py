@@ -18,9 +18,9 @@ from stretto.tune.choices import VIRTUAL, Candidate, Choices, Dealt, LayoutChoic
 from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
 from stretto.tune.work import Asked, Refused, Tuned
 
-FITS = 1.10
-"""Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: stages are
-uneven, and live memory is freed op by op."""
+FITS = 1.20
+"""Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: estimates are of
+ops in the order of a list, and a plan that waits at once was seen to need 0.88 of that."""
 
 MOST_STAGES = 2
 """Stages of a layer at most, of which the shares are asked for: attention and MLP."""
