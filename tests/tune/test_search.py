@@ -61,8 +61,9 @@ def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path, device
     assert found.stopped == ""
     assert found.unseen_us is None or found.unseen_us <= best.step_us
     # What was captured was allowed, and each trace once.
-    keys = [asked.candidate.layout for asked in here.done if asked.order is None]
-    assert len(keys) == len(set(keys))
+    priced = [asked.candidate for asked in here.done if asked.order is None]
+    assert len(priced) == len({one.layout for one in priced})
+    assert {one.dealt.zero for one in priced} == {0}  # kinds of zero that are not needed cost nothing
     assert sum(found.dropped.values()) > 0
 
 
@@ -165,7 +166,7 @@ def test_copies_keep_as_much_in_parts_as_memory_asks_for(tmp_path: Path, zero: i
         assert isinstance(made, Planned)
         needs[kind] = max(made.made.peak_bytes)
     assert needs[0] > needs[1] > needs[2] > needs[3]
-    found, here = tuned(given, 4, cluster.model_copy(update={"memory_bytes": needs[zero]}), fixed)
+    found, _ = tuned(given, 4, cluster.model_copy(update={"memory_bytes": needs[zero]}), fixed)
     best = found.planned[0]
     # One that keeps more in parts has room for what stays full.
     assert best.candidate.dealt.zero == zero or best.candidate.dealt.zero > zero > 1
@@ -173,8 +174,6 @@ def test_copies_keep_as_much_in_parts_as_memory_asks_for(tmp_path: Path, zero: i
     larger = found.larger[best.candidate]
     assert {dealt.zero for dealt in larger} >= {*range(zero)}
     assert all(nbytes > needs[zero] for nbytes in larger.values())
-    priced = [asked.candidate.dealt.zero for asked in here.done if asked.order is None]
-    assert sorted(priced) == ([0] if zero == 1 else [0, 2, 3])  # others only where they may be needed
 
 
 def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:

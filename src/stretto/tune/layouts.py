@@ -19,8 +19,8 @@ from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
 from stretto.tune.work import Asked, Refused, Tuned
 
 FITS = 1.20
-"""Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: estimates are of
-ops in the order of a list, and a plan that waits at once was seen to need 0.88 of that."""
+"""Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: estimates are
+of ops in the order of a list, and a plan that waits at once was seen to need 0.88 of that."""
 
 MOST_STAGES = 2
 """Stages of a layer at most, of which the shares are asked for: attention and MLP."""
