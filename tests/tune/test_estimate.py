@@ -15,7 +15,7 @@ from stretto.price.cluster_file import named_cluster
 from stretto.tune.block import BlockWork, Exposure, TuneBlock, block_of
 from stretto.tune.choices import Candidate, Choices, Dealt, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
-from stretto.tune.held import Fixed, Shares
+from stretto.tune.resident import Fixed, Shares
 from stretto.tune.work import Asked, Planned, TuneWork, captures_of
 from tests.families import ONE_STAGE
 from tests.tune.small import CLUSTER, settings

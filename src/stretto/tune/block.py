@@ -34,7 +34,7 @@ from stretto.price.cluster import Description, described
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
 from stretto.tune.choices import COPIES, Dealt, LayoutChoice
-from stretto.tune.held import NOTHING, Extra, Fixed, Shares, extra_of, fixed_of, parts_of, saved_of
+from stretto.tune.resident import NOTHING, Extra, Fixed, Shares, extra_of, fixed_of, parts_of, saved_of
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows

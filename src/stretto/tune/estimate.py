@@ -35,7 +35,7 @@ from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, most_kept, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock
 from stretto.tune.choices import COPIES, Candidate, Dealt, LayoutChoice
-from stretto.tune.held import Shares
+from stretto.tune.resident import Shares
 
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
