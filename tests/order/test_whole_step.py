@@ -16,7 +16,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import WAIT, Buffer, Job, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import whole_step
+from stretto.order import rank_window, whole_step
 from stretto.order.depend import make_graph
 from stretto.order.policies import list_order
 from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
@@ -244,6 +244,25 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
         verify(in_order(plan, full_values, again))
     assert len(steps) > 1, "urgencies matter"
+
+
+def test_where_all_ops_take_little_one_in_so_many_is_placed_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ops before an op would come directly before it, which needs memory by the square of their count."""
+    most = 8
+    monkeypatch.setattr(rank_window, "MOST_NEEDED", most)
+    plan = whole_plan(*job_of(blocks=6))
+    found = StepGraphs.of(plan).rank_windows(1.0)
+    inputs = max(len(before) for one in found for before in one.graph.before)
+    for one in found:
+        assert max(map(len, one.needs)) <= inputs * most + 1
+        assert sum(one.placed) > len(one.placed) // (inputs * most + 1) > 10
+        assert not any(placed and waits for placed, waits in zip(one.placed, one.waits, strict=True))
+    slopes = [[-float(at) for at in range(len(one.graph.nodes))] for one in found]
+    walked = choose(plan, list(found), slopes, (0.0, 0.0))
+    assert walked is not None
+    verify(in_order(plan, list(found), walked))
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.2])
