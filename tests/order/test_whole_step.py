@@ -246,7 +246,7 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
     assert len(steps) > 1, "urgencies matter"
 
 
-def test_where_all_ops_take_little_one_in_so_many_is_placed_by_itself(
+def test_where_all_ops_take_little_some_are_placed_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ops before an op would come directly before it, which needs memory by the square of their count."""
