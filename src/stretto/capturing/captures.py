@@ -31,6 +31,7 @@ from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize import ops
 from stretto.parallelize.layout import RankLayout, layout_of
 from stretto.passes import on_job
+from stretto.passes.owners import with_owners
 
 TRACED_BY = (
     *("tp", "sequence_parallel", "tp_plan", "cp", "cp_kind", "skip_passes"),
@@ -114,7 +115,7 @@ class Captures:
             split_ops=parallel.split_ops,
             chunks=degree or (1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree),
         )
-        return on_job(job, parallel.skip_passes)
+        return on_job(with_owners(job, parallel.owners), parallel.skip_passes)
 
     def _trace(self, parallel: ParallelSettings, degree: int | None) -> Traced:
         """All layouts are made of one trace of the plain model."""

@@ -70,8 +70,9 @@ def capture_evaluation(
             module.training = mode
     stages = len(training.stages)
     job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
-    kept = {p.name: p.kept for p in training.parameters}
-    parameters = tuple(replace(p, kept=kept[p.name]) for p in job.parameters)
+    kept = {p.name: (p.kept, p.slot) for p in training.parameters}
+    own = ((p, *kept[p.name]) for p in job.parameters)
+    parameters = tuple(replace(p, kept=axes, slot=slot) for p, axes, slot in own)
     job = replace(job, axes=training.axes, zero=training.zero, parameters=parameters, mean_over=None)
     return forward_only(job)
 

@@ -45,6 +45,10 @@ class ParallelSettings(Settings):
     dp_shard: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Neighbouring data-parallel ranks among which `zero` deals out parts; between such groups there are
     copies. It divides `dp`, and `ep` divides it; without it, all of `dp`."""
+    owners: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Parameters that `zero = 1` keeps in full on one rank each, instead of rows on all, for optimizers that
+    look at full matrices (Muon, Adafactor): patterns of their names, in which * is any text ("*",
+    "blocks.*.weight"). They are dealt out so that ranks have equally much (`docs/zero.md`)."""
     updates: bool = False
     """Whether the optimizer's updates are part of the step. Each bucket of gradients then goes with an op
     that updates its parameters (`Runner(plan, model, optimizer=...)`); else you call `optimizer.step()`
@@ -192,6 +196,12 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f'dp_shard = {each} is about the parts that zero makes; give zero = 1, 2, 3 or "auto", or '
                 "drop it"
+            )
+        if self.owners and self.zero != 1:
+            raise ValueError(
+                f"owners = {list(self.owners)} is about what zero = 1 deals out, and zero = {self.zero!r}: "
+                "what one rank keeps in full is gathered, and its gradients are reduced, once a step; give "
+                "zero = 1, or drop it"
             )
         if self.clip_norm is not None and not self.updates:
             raise ValueError(

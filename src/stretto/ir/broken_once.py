@@ -15,7 +15,7 @@ def broken_once(found: Broken, plan: Plan) -> None:
     and values that an op before makes."""
     made = made_parameters(plan.job)
     changed = {GRAD + parameter.name for parameter in plan.job.parameters} | {STEP_LOSS, STEP_NORM}
-    kept = {SHARD + p.tied_to if p.is_made else PARAM + p.name for p in plan.job.parameters}
+    kept = {SHARD + p.kept_as if p.is_made else PARAM + p.name for p in plan.job.parameters}
     given = changed | {name for name in kept if name.startswith(SHARD)}
     lanes = {communicator.name for communicator in plan.communicators}
     for at, stage in enumerate(plan.job.stages):

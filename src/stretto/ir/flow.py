@@ -25,7 +25,7 @@ def is_external(name: str) -> bool:
 def given_specs(job: Job) -> dict[str, TensorSpec]:
     """Shape and dtype of every value that no op makes."""
     result = {PARAM + p.name: p.spec for p in job.parameters}
-    result |= {SHARD + p.tied_to: shard_spec(job, p) for p in job.parameters if p.is_made}
+    result |= {SHARD + p.kept_as: shard_spec(job, p) for p in job.parameters if p.is_made}
     result |= {f"buffer/{b.name}": b.spec for b in job.buffers}
     result |= {f"const/{c.name}": c.spec for c in job.constants}
     result |= {f"batch/{name}": spec for name, spec in job.batch}

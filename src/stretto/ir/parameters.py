@@ -128,6 +128,21 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies that one rank keeps in full (`stretto.passes.owners`).
+
+    bucket: the first name of the first parameter of those that travel together. Each rank keeps one part of
+        the bucket, of `length` elements.
+    part: which of the parts the parameter lies in; `first`: its first element there.
+    """
+
+    bucket: str
+    part: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter: where it is used, the values that its gradient is the sum of, and its tie. `spec` is what
     one rank has.
@@ -145,6 +160,7 @@ class Parameter:
     kept: axes over whose ranks the rows of `spec` are kept (`stretto.ir.kept`), of the parameter, its
         gradient and the optimizer's state alike; in the order in which a gradient is scattered over them.
     scattered: whether what `grads` names is this rank's rows already, summed over the axes of `kept`.
+    slot: where one of the ranks along `kept` keeps all of it, and the others nothing.
     """
 
     name: str
@@ -158,11 +174,22 @@ class Parameter:
     frozen: bool = False
     kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
     scattered: bool = field(default=False, metadata=WHERE_SET)
+    slot: Slot | None = field(default=None, metadata=WHERE_SET)
 
     @property
     def is_made(self) -> bool:
         """Whether ops read something else than what a rank keeps, so that a program has to make it."""
         return bool(self.kept) or self.own_dtype is not None
+
+    @property
+    def kept_as(self) -> str:
+        """The name under which programs know what is kept: of its tie, or of the bucket in which it lies."""
+        return self.tied_to if self.slot is None else self.slot.bucket
+
+    @property
+    def leads(self) -> bool:
+        """Whether its gradient becomes that of all that is kept under `kept_as`."""
+        return self.kept_as == self.tied_to
 
     @property
     def grad_nbytes(self) -> int:

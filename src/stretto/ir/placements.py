@@ -58,7 +58,7 @@ from stretto.ir.placement import (
     where_cut,
 )
 from stretto.ir.prices import signature
-from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Op, TensorSpec, refs
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, VIEW, WAIT, Op, TensorSpec, refs
 from stretto.ir.updates import SQUARES, UPDATE, by_element, clipped_by
 
 KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.")
@@ -176,7 +176,7 @@ class Placer:
                 kept = self.values[op.name]
                 self._taken[op.name] = kept, shapes[int(op.args[1])]
                 self.values[op.name] = LOCAL if kept.kind == "part" else kept
-            elif op.target in (*STARTS, WAIT, *SPLITS):
+            elif op.target in (*STARTS, WAIT, *SPLITS) or (op.target == VIEW and len(shapes) > 1):
                 self._shapes[op.name] = shapes
                 if len(shapes) == 1:
                     self._taken[op.name] = self.values[op.name], shapes[0]
@@ -193,7 +193,8 @@ class Placer:
             return self._pieces(op.args[0].name)
         if op.target in (SIDE_BY_SIDE, IN_DTYPE):
             return tuple(self.of(name) for name in refs(op.args))
-        if op.target in SPLITS and op.uses[0] in self._shapes:
+        row = op.target == VIEW and len(self._shapes.get(op.uses[0], ())) > 1
+        if row or (op.target in SPLITS and op.uses[0] in self._shapes):
             return self._pieces(op.uses[0])
         if op.target in (*VIEW_OPS, SLICE) and op.uses[0] in self._taken:
             kept, shape = self._taken[op.uses[0]]

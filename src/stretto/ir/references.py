@@ -216,7 +216,7 @@ def _reads(found: Broken, job: Job) -> None:
     for at, stage in enumerate(job.stages):
         given = everywhere | {f"param/{p.name}" for p in job.parameters if at in p.stages}
         given |= {f"buffer/{b.name}" for b in job.buffers if at in b.stages}
-        given |= {SHARD + p.tied_to for p in job.parameters if at in p.stages and p.is_made}
+        given |= {SHARD + p.kept_as for p in job.parameters if at in p.stages and p.is_made}
         views = {op.name: op.alias for phase in PHASES for op in stage.ops[phase]}
         nothing = {o.name for phase in PHASES for o in stage.ops[phase] if not any(o.outputs)}
         several = {o.name for phase in PHASES for o in stage.ops[phase] if len(o.outputs) > 1}

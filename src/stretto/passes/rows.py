@@ -20,12 +20,19 @@ OF = ":"
 
 
 def buckets_of(groups: Sequence[Sequence[Parameter]]) -> list[Sequence[Sequence[Parameter]]]:
-    """Tied groups that are gathered, or scattered, together."""
-    return bucketed(
-        groups,
+    """Tied groups that are gathered, or scattered, together, by the first of each."""
+    rows = [group for group in groups if group[0].slot is None]
+    result = bucketed(
+        rows,
         nbytes=lambda group: group[0].spec.nbytes,
         like=lambda group: (group[0].kept, group[0].spec.dtype, group[0].grad_dtype),
     )
+    owned: dict[str, list[Sequence[Parameter]]] = {}
+    for group in groups if len(rows) < len(groups) else ():
+        if group[0].slot is not None:
+            owned.setdefault(group[0].kept_as, []).append(group)
+    places = {id(group): at for at, group in enumerate(groups)}
+    return sorted([*result, *owned.values()], key=lambda bucket: places[id(bucket[0])])
 
 
 def read_of(value: str) -> str | None:

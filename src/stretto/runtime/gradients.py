@@ -44,6 +44,8 @@ def accumulate(parameters: Sequence[nn.Parameter], grads: list[torch.Tensor]) ->
 def give(tensors: RankTensors, grads: dict[int, torch.Tensor]) -> list[nn.Parameter]:
     """Add gradients, by the indices of their parameters in the job, to `.grad` of those that are still
     trained, which are returned. Takes them out of `grads`."""
+    for k in [k for k in grads if tensors.plan.job.parameters[k].slot is not None]:
+        grads.update(tensors.of_bucket(k, grads.pop(k)))
     trained = [k for k in sorted(grads) if tensors.parameters[k].requires_grad]  # not frozen since
     kept = [tensors.parameters[k] for k in trained]
     accumulate(kept, [_of_part(tensors, k, grads.pop(k)) for k in trained])

@@ -71,7 +71,7 @@ def watch(kept: RankTensors) -> None:
     trained = {p.tied_to for p in kept.plan.job.parameters if p.grads}
     known = [(p, tensor) for p, tensor in kept.known_parameters() if p.tied_to in trained]
     partial = kept.plan.job.updates or len(known) < len(trained)
-    partial |= any(p.name in kept.cut_along for p, _ in known)
+    partial |= any(p.name in kept.cut_along or p.slot is not None for p, _ in known)
     for p, tensor in known:
         _PIECES[tensor] = Piece(p.name, kept.cut_along.get(p.name, ()), partial, weakref.ref(kept))
     with _ADDING:

@@ -82,7 +82,7 @@ class RankState:
         self._made: dict[str, torch.Tensor] = {}
         of = {k: job.parameters[k] for k in parameters}
         fixed = {
-            SHARD + known.tied_to if known.is_made else PARAM + known.name: parameters[k]
+            SHARD + known.kept_as if known.is_made else PARAM + known.name: parameters[k]
             for k, known in of.items()
         }
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
-from stretto.ir.kept import kept_spec, part_number, rows_kept, rows_shape, shard_spec
+from stretto.ir.kept import kept_spec, largest_part, part_number, rows_kept, rows_shape, shard_spec
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
@@ -85,7 +85,7 @@ def pieces_of(
     shape = parameter.spec.shape
     number = part_number(job, parameter, coordinates)
     first, end = rows_kept(job, parameter, number)
-    if number and first == end:
+    if number != largest_part(parameter) and first == end:
         return []
     result = [((0,) * len(shape), part)] if not parameter.kept else [*_boxes(part, first, end, shape)]
     for shard in parameter.shards:
@@ -167,7 +167,7 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
 
 class RankTensors:
     """parameters, buffers: by index in the job. compute: of the parameters, what programs read: the same
-    tensors, of those that are kept in rows with padding (`padded`, by tied name). full_tensors: tied name ->
+    tensors, of those that are kept in rows with padding (`padded`, by `Parameter.kept_as`). full_tensors: tied name ->
     the full tensor of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
     memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
@@ -204,7 +204,7 @@ class RankTensors:
         )
         known = self.plan.job.parameters
         self.compute = {
-            k: self.padded.get(known[k].tied_to, one.detach()) for k, one in self.parameters.items()
+            k: self.padded.get(known[k].kept_as, one.detach()) for k, one in self.parameters.items()
         }
         self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
         self.owned = self._find_owned()
@@ -219,10 +219,8 @@ class RankTensors:
                 full = full_spec(self.plan.job, parameter)
                 check_tensor(self.rank, parameter.name, result, full, self.plan.job.param_dtype, self._empty)
                 assert isinstance(result, nn.Parameter)
-                part = self.parameters[k] = self._part(parameter, result)
-                rows = {0} if parameter.kept else set()  # also where the first part has all of them
-                sizes = result.shape[result.dim() - part.dim() :]  # leading dims may be merged
-                if cut := tuple(d for d, n in enumerate(sizes) if d in rows or part.shape[d] != n):
+                self.parameters[k] = self._part(parameter, result)
+                if cut := self._cut(parameter, self.parameters[k], result):
                     self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
         for k, buffer in enumerate(self.plan.job.buffers):
@@ -235,6 +233,14 @@ class RankTensors:
                 )
                 if shares is not None and buffer.name in self.of_first_copy(shares.plan):
                     self.buffers[k] = self.buffers[k].clone()
+
+    def _cut(self, parameter: Parameter, part: torch.Tensor, full: torch.Tensor) -> tuple[int, ...]:
+        """Along which dims ranks have parts of a parameter."""
+        if parameter.slot is not None:  # some have all rows, others none
+            return tuple(d for d, n in enumerate(full.shape) if parameter.spec.shape[d] != n)
+        rows = {0} if parameter.kept else set()  # also where the first part has all of them
+        sizes = full.shape[full.dim() - part.dim() :]  # leading dims may be merged
+        return tuple(d for d, n in enumerate(sizes) if d in rows or part.shape[d] != n)
 
     def of_first_copy(self, trained: Plan) -> frozenset[str]:
         """The buffers of which this plan, an evaluation's, reads those of the first data-parallel copy: each
@@ -272,15 +278,30 @@ class RankTensors:
         job = self.plan.job
         if not parameter.kept:
             return torch.empty(parameter.spec.shape, dtype=dtype, device=device)
-        padded = torch.zeros(shard_spec(job, parameter).shape, dtype=dtype, device=device)
-        self.padded[parameter.tied_to] = padded
-        return self.rows_here(parameter, padded)
+        if parameter.kept_as not in self.padded:
+            padded = torch.zeros(shard_spec(job, parameter).shape, dtype=dtype, device=device)
+            self.padded[parameter.kept_as] = padded
+        return self.rows_here(parameter, self.padded[parameter.kept_as])
 
     def rows_here(self, parameter: Parameter, padded: torch.Tensor) -> torch.Tensor:
         """Of what programs have of a parameter that is kept in rows, or of its gradient, this rank's."""
         job = self.plan.job
         shape = kept_spec(job, parameter, part_number(job, parameter, self.coordinates)).shape
+        if parameter.slot is not None:
+            return padded.view(-1).narrow(0, parameter.slot.first, math.prod(shape)).view(shape)
         return padded.narrow(0, 0, shape[0]) if shape else padded.view(())
+
+    def of_bucket(self, k: int, row: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Of the row of gradients of a bucket, those of the parameters that this rank keeps, by index in the
+        job. k: of the parameter under whose name the row is known."""
+        job, bucket = self.plan.job, self.plan.job.parameters[k].kept_as
+        result: dict[str, int] = {}
+        for at in sorted(self.parameters):
+            known = job.parameters[at]
+            here = known.slot is not None and known.slot.bucket == bucket and known.tied_to not in result
+            if here and part_number(job, known, self.coordinates) == largest_part(known):
+                result[known.tied_to] = at
+        return {at: self.rows_here(job.parameters[at], row) for at in result.values()}
 
     def _rank_in_stage(self) -> int:
         """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""
@@ -370,11 +391,12 @@ def _check_shares(plan: Plan, trained: Plan) -> None:
     """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
     trained, or as other parts."""
     theirs = pipeline_ranks(trained)
-    parts = {p.tied_to: (p.shards, p.kept) for p in trained.job.parameters}
+    parts = {p.tied_to: (p.shards, p.kept, p.slot) for p in trained.job.parameters}
     ranks = pipeline_ranks(plan)
     for p in plan.job.parameters:
         tie = p.tied_to
-        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or (p.shards, p.kept) != parts[tie]):
+        own = p.shards, p.kept, p.slot
+        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or own != parts[tie]):
             raise UsageError(
                 f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
                 "or shards it otherwise: capture both with the same layout and the same split"

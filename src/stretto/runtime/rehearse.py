@@ -209,9 +209,10 @@ def made_up_parameters(plan: Plan, pp_rank: int, device: torch.device, seed: int
     for k, parameter in enumerate(plan.job.parameters):
         if not stages & set(parameter.stages):
             continue
-        like = first.setdefault(parameter.tied_to, k)
+        like = first.setdefault(parameter.kept_as, k)
         spec = shard_spec(plan.job, parameter) if parameter.is_made else parameter.spec
-        same = like != k and plan.job.parameters[like].spec == parameter.spec
+        bucket = parameter.slot is not None
+        same = like != k and (bucket or plan.job.parameters[like].spec == parameter.spec)
         result[k] = result[like] if same else _weights(spec, generator, device)
     return result
 

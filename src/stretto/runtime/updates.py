@@ -142,7 +142,7 @@ def made_up_optimize(plan: Plan, parameters: Mapping[int, torch.Tensor]) -> Opti
     """Updates by an optimizer that has as many states as the plan counts, of tensors that no model has."""
     of_tie: dict[str, nn.Parameter] = {}
     kept = {
-        k: of_tie.setdefault(plan.job.parameters[k].tied_to, nn.Parameter(tensor))
+        k: of_tie.setdefault(plan.job.parameters[k].kept_as, nn.Parameter(tensor))
         for k, tensor in parameters.items()
         if tensor.is_floating_point()
     }

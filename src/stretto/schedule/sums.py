@@ -50,6 +50,7 @@ from stretto.passes.flat import (
     viewed,
     with_rows,
 )
+from stretto.passes.owners import scattered_bucket
 from stretto.schedule.updates import updates_of
 
 TIED = "tied "
@@ -116,13 +117,13 @@ class _RankReductions:
         if self._job.updates:
             for name, group in self._groups.items():
                 yield from self._merge(name, group)
-            trained = [group.parameter for group in self._groups.values()]
+            trained = [group.parameter for group in self._groups.values() if group.parameter.leads]
             given = self._schedule, self._place, trained, self._last, self._tied
             yield from updates_of(self._job, *given)
 
     def _rounds(self) -> Iterator[list[Moved]]:
         """What each gradient is reduced by first; then one after the other what is left."""
-        chains = {name: self._chain(name) for name in self._groups}
+        chains = {name: self._chain(name) for name, group in self._groups.items() if group.parameter.leads}
         firsts: dict[_Step, list[str]] = defaultdict(list)
         left: dict[_Step, list[str]] = defaultdict(list)
         for name, chain in chains.items():
@@ -184,7 +185,7 @@ class _RankReductions:
 
         for name in names:
             group = self._groups[name]
-            if is_large(self._specs[name].nbytes):
+            if is_large(self._specs[name].nbytes) or self._is_whole(name, axis):
                 add([name])
             else:
                 small[group.home, group.parameter.grad_dtype, group.parameter.kept].append(name)
@@ -195,6 +196,8 @@ class _RankReductions:
         return result
 
     def _reduction(self, name: str, kind: Kind, lane: str, size: int, names: Sequence[str]) -> Moved:
+        if self._is_whole(names[0], lane):
+            return self._of_bucket(name, lane, names[0])
         groups = [self._groups[one] for one in names]
         self._last.update(dict.fromkeys(names, name))
         merging = [op for one, group in zip(names, groups, strict=True) for op in self._merge(one, group)]
@@ -210,6 +213,20 @@ class _RankReductions:
             shapes = [rows_shape(self._job, p) if first else spec.shape for p, spec in given]
             made = scattered(name, lane, size, parts, grads, specs, shapes, [(grad,) for grad in grads])
             self._specs.update(zip(names, made.specs, strict=True))
+        return Moved([*merging, *made.lead], made.tail)
+
+    def _is_whole(self, name: str, axis: str) -> bool:
+        """Whether what an axis scatters first are full gradients of a bucket."""
+        parameter = self._groups[name].parameter
+        return parameter.slot is not None and parameter.kept[0] == axis
+
+    def _of_bucket(self, name: str, axis: str, bucket: str) -> Moved:
+        self._last[bucket] = name
+        groups = {n: g for n, g in self._groups.items() if g.parameter.kept_as == bucket}
+        merging = [op for one, group in groups.items() for op in self._merge(one, group)]
+        grads = {one: (group.parameter.name, self._specs[one]) for one, group in groups.items()}
+        made = scattered_bucket(self._job, name, axis, bucket, grads)
+        [self._specs[bucket]] = made.specs
         return Moved([*merging, *made.lead], made.tail)
 
     def _left(self, parameter: Parameter, axis: str) -> tuple[str, ...]:

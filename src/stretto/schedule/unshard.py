@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.program import PARAM, SHARD, Job, Op, Parameter
+from stretto.passes.owners import gathered_bucket
 from stretto.passes.rows import buckets_of, gathered, in_dtype
 
 
@@ -35,7 +36,8 @@ def gathers_of(job: Job, stages: Sequence[int], pp_rank: int) -> Iterator[Op]:
     numbers: Counter[str] = Counter()
     for bucket in buckets_of([group for group in groups if group[0].kept]):
         axis = bucket[0][0].kept[-1]
-        yield from gathered(job, f"{axis}.unshard.{pp_rank}.{numbers[axis]}", bucket, writes=True).tail
+        by = gathered if bucket[0][0].slot is None else gathered_bucket
+        yield from by(job, f"{axis}.unshard.{pp_rank}.{numbers[axis]}", bucket, writes=True).tail
         numbers[axis] += 1
 
 

@@ -57,6 +57,6 @@ def counts(parameter: Parameter, pp_rank: int, tied: Mapping[str, Sequence[int]]
 def changed_by(job: Job, stages: Sequence[int], parameter: Parameter) -> tuple[str, ...]:
     """All names by which a rank with these stages knows what an update of the tied group changes."""
     if parameter.is_made:
-        return (SHARD + parameter.tied_to,)
+        return (SHARD + parameter.kept_as,)
     tied = (one for one in job.parameters if one.tied_to == parameter.tied_to)
     return tuple(PARAM + one.name for one in tied if any(stage in stages for stage in one.stages))

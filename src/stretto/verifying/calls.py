@@ -54,7 +54,7 @@ def repeat_faults(plan: Plan) -> Iterator[Fault]:
 def _gathered(plan: Plan, stage: Stage) -> dict[str, object]:
     """What a stage gathers of parameters, and views of it -> of whom it is, and its shape: each program that
     reads one gathers it."""
-    made: dict[str, Pieces] = {SHARD + p.tied_to: ((p.tied_to,),) for p in plan.job.parameters if p.is_made}
+    made: dict[str, Pieces] = {SHARD + p.kept_as: ((p.kept_as,),) for p in plan.job.parameters if p.is_made}
     result: dict[str, object] = {}
     moving = (*STARTS, GETITEM, SIDE_BY_SIDE, IN_DTYPE, CAST, *SPLITS)
     for op in (op for phase in PHASES for op in stage.ops[phase]):

@@ -3,7 +3,7 @@ taken out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from stretto.ir.placements import IN_DTYPE, SIDE_BY_SIDE, SPLITS
 from stretto.ir.program import FREE, GETITEM, STARTS, WAIT, Op, refs
@@ -23,11 +23,12 @@ def pieces_of(op: Op, made: dict[str, Pieces]) -> Pieces:
     return (tuple(one for piece in pieces for one in piece),)
 
 
-def walked(ops: Iterable[Op], made: dict[str, Pieces]) -> Iterator[Op]:
-    """The ops, after each of which `made` has what it makes, and what it writes."""
+def walked(ops: Iterable[Op], made: dict[str, Pieces], known: Mapping[str, Pieces]) -> Iterator[Op]:
+    """The ops, after each of which `made` has what it makes, and what it writes. known: of ops of which it is
+    known otherwise; it may grow on the way."""
     for op in ops:
         yield op
-        made[op.name] = pieces_of(op, made)
+        made[op.name] = known[op.name] if op.name in known else pieces_of(op, made)
         if op.target == UPDATE:
             for gradient, names in updated(op):
                 for name in names:

@@ -34,6 +34,7 @@ from stretto.ir.program import (
 from stretto.ir.transfers import tied_ranks
 from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
 from stretto.schedule.sums import TIED, reduces_loss
+from stretto.verifying.buckets import Buckets
 from stretto.verifying.fault import Fault
 from stretto.verifying.pieces import Pieces, pieces_of, walked
 
@@ -50,19 +51,23 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     ties: dict[str, list[str]] = defaultdict(list)
     here = list(_trained(plan.job, plan.schedule.stages_of(rank)))
     for parameter in here:
-        ties[parameter.tied_to].append(GRAD + parameter.name)
+        ties[parameter.kept_as].append(GRAD + parameter.name)
     job, specs, wrote = plan.job, given_specs(plan.job), dict[str, TensorSpec | None]()
     stages = plan.schedule.stages_of(rank)
     read = [p for p in job.parameters if p.is_made and any(stage in stages for stage in p.stages)]
     made: dict[str, Pieces] = {STEP_LOSS: ((STEP_LOSS,),)}
     made |= {name: ((name,),) for names in ties.values() for name in names}
     changed = _changed(job, stages)
-    made |= {name: ((name,),) for name in (*changed, *(SHARD + p.tied_to for p in read))}
+    made |= {name: ((name,),) for name in (*changed, *(SHARD + p.kept_as for p in read))}
+    buckets = Buckets(job, read, here)
+    made |= dict(buckets.begin())
+    kept = {name: [one for piece in made[name] for one in piece] for name in changed}
+    values = specs | {op.name: op.spec for op in plan.once(rank)}
     lanes = {LOSS: [STEP_LOSS]} | {TIED + name: names for name, names in ties.items()}
     lanes[NORM] = [name for names in ties.values() for name in names]
     summed: set[tuple[str, str]] = set()
     norm = next((op.name for op in plan.once(rank) if STEP_NORM in op.writes), "")
-    for op in walked(plan.once(rank), made):
+    for op in walked(plan.once(rank), made, buckets.known):
         for name in op.uses:
             if name not in made:
                 yield Fault(rank, op.name, f"reads {name}, which this rank does not have", "Take it out")
@@ -78,6 +83,7 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
                 what = f"reduces {', '.join(sorted(owners))} on communicator {op.lane}, which is not for them"
                 fix = f"Sum the loss on {LOSS}, copies of a tie on {TIED}<its name>, others on an axis"
                 yield Fault(rank, op.name, what, fix)
+        yield from buckets.faults(rank, op, made, values)
         if op.target == SQUARES:
             yield from _copies(rank, op, job)
         elif op.target == UPDATE:
@@ -87,6 +93,8 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, op.name, what, f"Scale by {norm or 'nothing'}")
         elif op.target != FREE:
             wrote.update(dict.fromkeys(op.writes, op.spec))
+            values.update(dict.fromkeys(op.writes, op.spec))
+    yield from buckets.left(rank)
     ends = specs | {GRAD + p.name: shard_spec(job, p) for p in job.parameters if p.kept}
     for name, spec in wrote.items():
         given = ends.get(name)
@@ -101,7 +109,7 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     for names in ties.values():
         ends_as.append((names, [], "Free it behind its update") if job.updates else (names, names, once))
     update = "Update each parameter once, by its own gradient"
-    ends_as += [([name], [name, *ties[p.tied_to]], update) for name, p in changed.items()]
+    ends_as += [([name], [*kept[name], *ties[p.kept_as]], update) for name, p in changed.items()]
     for names, wanted, fix in ends_as:
         left = [one for name in names for piece in made.get(name, ()) for one in piece]
         if sorted(left) != sorted(wanted):
@@ -168,7 +176,7 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
     for axis, size in job.axes:
         if size > 1:
             begin = {GRAD + p.name: _before(p, axis, size) for p in here}
-            begin |= {SHARD + p.tied_to: _as_kept(job, p, axis, size) for p in made}
+            begin |= {SHARD + p.kept_as: _as_kept(job, p, axis, size) for p in made}
             end = {GRAD + p.name: _as_kept(job, p, axis, size) for p in here}
             read = {PARAM + p.name: p.shards for p in made if PARAM + p.name in written}
             end |= {name: _as_sharded(shards, axis, size) for name, shards in read.items()}
@@ -266,4 +274,6 @@ def _as_kept(job: Job, parameter: Parameter, axis: str, size: int) -> Placement:
     """What a rank keeps of a parameter."""
     if axis in parameter.kept:
         return part(0)
+    if parameter.slot is not None:  # what lies in one row is cut along other dims
+        return EQUAL if _as_sharded(parameter.shards, axis, size) == EQUAL else LOCAL
     return _as_sharded([rows_shard(job, parameter, shard) for shard in parameter.shards], axis, size)
