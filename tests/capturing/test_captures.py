@@ -75,6 +75,7 @@ def test_what_a_trace_does_not_depend_on_is_known_by_name() -> None:
     """A new setting has to be put in one of the two lists."""
     after = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "stages", "microbatch_group", "split"}
     after |= {"max_live", "overlap", "split_ops", "recompute", "zero", "dp_shard", "updates", "clip_norm"}
+    after |= {"owners"}
     assert after | set(TRACED_BY) == set(ParallelSettings.model_fields)
     assert traced_by(Parallel(dp=2, microbatches=2)) == traced_by(Parallel(pp=2, microbatches=4))
     assert traced_by(Parallel(tp=2)) != traced_by(Parallel())

@@ -12,6 +12,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Link, Prediction
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Communicator, Plan
+from stretto.ir.parameters import Slot
 from stretto.ir.program import Buffer, Const, Constant, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.schedule.families import make_schedule
@@ -64,7 +65,9 @@ def odd_plan() -> Plan:
         updates=True,
         clip_norm=0.5,
         parameters=(
-            replace(plan.job.parameters[0], shards=(Shard("tp", 1, 3),), kept=("dp",)),
+            replace(
+                plan.job.parameters[0], shards=(Shard("tp", 1, 3),), kept=("dp",), slot=Slot("w", 1, 3, 7)
+            ),
             replace(plan.job.parameters[1], partial=("tp",)),
         ),
     )

@@ -57,6 +57,8 @@ class ZeroCell:
     precision: Literal["float64", "bf16"] = "float64"
     experts: int = 4
     updates: bool = False
+    owners: tuple[str, ...] = ()
+    """Where there are some, the optimizer looks at full matrices."""
     microbatches: int = MICROBATCHES
 
     @property
@@ -68,6 +70,7 @@ class ZeroCell:
             dp=DP,
             zero=self.zero,
             updates=self.updates,
+            owners=self.owners,
             clip_norm=MOST_NORM if self.updates and self.clipped else None,
             dp_shard=self.dp_shard,
             tp=self.tp,
@@ -120,6 +123,35 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, VOCAB, (rows, CONTEXT + 1), generator=generator)
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """The orthogonal matrix next to the average of gradients (Muon's update, in float64 and by an SVD), of
+    each matrix of a stack; of a vector its direction."""
+
+    def __init__(self, params: Any, lr: float = RATE) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    average = state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                    if p.dim() > 1:
+                        left, _, right = torch.linalg.svd(average, full_matrices=False)
+                        p.add_(left @ right, alpha=-group["lr"])
+                    else:
+                        p.add_(average / average.norm().clamp(min=1e-30), alpha=-group["lr"])
+
+
+def _trainer(cell: ZeroCell) -> Any:
+    return whole_optimizer if cell.owners else optimizer_of
+
+
+def whole_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return Orthogonal([p for p in parameters if p.requires_grad])
+
+
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=RATE, weight_decay=0.1)
 
@@ -129,7 +161,7 @@ def plain_training(cell: ZeroCell) -> Trained:
     model = cell.model()
     for name in FROZEN if cell.frozen_later else ():
         model.get_parameter(name).requires_grad_(False)
-    optimizer = optimizer_of(model.parameters())
+    optimizer = _trainer(cell)(model.parameters())
     for step in range(STEPS):
         _, grads = plain_step(model, moe_token_sum, batch(step), DP * cell.microbatches)
         for name, parameter in model.named_parameters():
@@ -153,7 +185,7 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
                 runner.step(batch(step))
             return runner.coordinates, {name: p.detach().clone() for name, p in runner.named_parameters()}
         clip = GradientClip(runner, MOST_NORM)
-        optimizer = optimizer_of(runner.parameters())
+        optimizer = _trainer(cell)(runner.parameters())
         for step in range(STEPS):
             optimizer.zero_grad()
             runner.step(batch(step))
@@ -162,7 +194,7 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
             optimizer.step()
         return runner.coordinates, {name: p.detach().clone() for name, p in runner.named_parameters()}
 
-    make = optimizer_of if cell.updates else None
+    make = _trainer(cell) if cell.updates else None
     results = run_threads(plan, lambda _: cell.model(), work, optimizer=make)
     known = {p.name: p for p in plan.job.parameters}
     full: Trained = {}

@@ -6,8 +6,8 @@ cuts: every part has equally many rows, rounded up, and later parts have fewer o
 parts are rows of its matrix. A number without dims counts as one row: the first part is the number, others
 are vectors of no element. Collectives work on equal parts and pad them; what is kept is not padded.
 
-One that a rank keeps in full (`Parameter.slot`) lies in a bucket of such: each rank keeps a row of the bucket,
-in which the parameters are that are its own. Of others it has no rows.
+One that a rank keeps in full (`Parameter.slot`) lies in a bucket of such: each rank keeps a row of the
+bucket, in which the parameters are that are its own. Of others it has no rows.
 
 A rank's part goes by its coordinates along the axes, of which the last varies the fastest: what is scattered
 over one axis after the other leaves each rank its part.
@@ -101,8 +101,8 @@ def shard_spec(job: Job, parameter: Parameter) -> TensorSpec:
 
 
 def bucket_pieces(job: Job, bucket: str) -> list[tuple[Parameter | None, int]]:
-    """What lies one behind another in all parts of a bucket (`Parameter.slot`): (the first parameter of a tie,
-    or None for padding, elements)."""
+    """What lies one behind another in all parts of a bucket (`Parameter.slot`): (the first parameter of a
+    tie, or None for padding, elements)."""
     ties = {p.tied_to: p for p in reversed(job.parameters) if p.slot is not None and p.kept_as == bucket}
     lie = {p.slot.part * p.slot.length + p.slot.first: p for p in ties.values() if p.slot is not None}
     result: list[tuple[Parameter | None, int]] = []

@@ -1,11 +1,11 @@
-"""Parameters that one of the ranks with copies keeps in full, for optimizers that look at full matrices (Muon,
-Shampoo, Adafactor): which rank keeps which, and how they travel.
+"""Parameters that one of the ranks with copies keeps in full, for optimizers that look at full matrices
+(Muon, Shampoo, Adafactor): which rank keeps which, and how they travel.
 
 Ranks of one program have tensors of equal shapes, so what travels are buckets, of which each rank keeps a row
 of equally many elements: in it its own parameters lie one behind another, then padding.
 
-    1. Parameters that are placed alike are taken in the model's order. A bucket is closed when each rank's row
-       is large enough to travel by itself, and rows are full to a few percent; equal blocks fill rows
+    1. Parameters that are placed alike are taken in the model's order. A bucket is closed when each rank's
+       row is large enough to travel by itself, and rows are full to a few percent; equal blocks fill rows
        exactly when there are as many of them as ranks, or a share of that.
     2. In a bucket the largest parameter goes to the rank that has least, and so on (longest processing time
        first, Graham 1969).
@@ -35,11 +35,12 @@ ALIGNED = 16
 of matrices want. Assumed: other accelerators want no more."""
 
 UNEVEN = 0.05
-"""The share of padding with which a bucket is closed. Assumed: what more buckets hide is worth so much memory."""
+"""The share of padding with which a bucket is closed. Assumed: what more buckets hide is worth so much of
+memory."""
 
 GROWS = 1.05
-"""How much a bucket has to grow before its padding is counted again, so that many parameters take no longer than
-few. Assumed: rows of a bucket that is so much larger are hardly fuller."""
+"""How much a bucket has to grow before its padding is counted again, so that thousands of parameters are
+counted some hundred times. Assumed: rows of a bucket that is larger by less are hardly fuller."""
 
 Tie = list[Parameter]
 """Parameters that are one tensor."""
@@ -64,7 +65,11 @@ def with_owners(job: Job, patterns: Sequence[str]) -> Job:
             )
     alike: dict[object, list[Tie]] = defaultdict(list)
     for tie in ties.values():
-        if tie[0].kept and tie[0].spec.numel and any(fnmatchcase(p.name, pattern) for p in tie for pattern in patterns):
+        if (
+            tie[0].kept
+            and tie[0].spec.numel
+            and any(fnmatchcase(p.name, pattern) for p in tie for pattern in patterns)
+        ):
             alike[_likeness(tie)].append(tie)
     slots: dict[str, Slot] = {}
     for several in alike.values():
@@ -74,13 +79,11 @@ def with_owners(job: Job, patterns: Sequence[str]) -> Job:
             first = min(places, key=lambda place: place[1:])[0]
             name = bucket[first][0].tied_to
             slots |= {bucket[at][0].tied_to: Slot(name, part, begin, length) for at, part, begin in places}
-    return replace(
-        job, parameters=tuple(replace(p, slot=slots.get(p.tied_to)) for p in job.parameters)
-    )
+    return replace(job, parameters=tuple(replace(p, slot=slots.get(p.tied_to)) for p in job.parameters))
 
 
 def _likeness(tie: Tie) -> object:
-    """What is equal of parameters that may lie in one bucket: where they are used, and what is done to them."""
+    """What is equal of parameters that may lie in one bucket: where they are used, what is done to them."""
     first = tie[0]
     return (
         tuple(sorted({stage for p in tie for stage in p.stages})),
@@ -102,7 +105,10 @@ def _buckets(ties: Sequence[Tie], parts: int) -> Iterator[Sequence[Tie]]:
     for tie in ties:
         made[-1].append(tie)
         total += _numel(tie)
-        if is_large(total // parts * tie[0].spec.nbytes // max(1, tie[0].spec.numel)) and total > counted * GROWS:
+        if (
+            is_large(total // parts * tie[0].spec.nbytes // max(1, tie[0].spec.numel))
+            and total > counted * GROWS
+        ):
             counted = total
             if parts * _length(made[-1], parts) <= (1 + UNEVEN) * total:
                 made.append([])
@@ -181,9 +187,15 @@ def scattered_bucket(
         if parameter is None:
             if numel not in padding:
                 padding[numel] = f"{name}.zeros.{numel}"
-                how = (("dtype", Const("dtype", dtype)), ("device", Const("device", "job")), ("pin_memory", False))
+                how = (
+                    ("dtype", Const("dtype", dtype)),
+                    ("device", Const("device", "job")),
+                    ("pin_memory", False),
+                )
                 shape = (1, numel)
-                lead.append(Op(padding[numel], "aten.zeros.default", (shape,), how, (TensorSpec(shape, dtype),)))
+                lead.append(
+                    Op(padding[numel], "aten.zeros.default", (shape,), how, (TensorSpec(shape, dtype),))
+                )
             sources.append(padding[numel])
             continue
         of, spec = grads[parameter.tied_to]

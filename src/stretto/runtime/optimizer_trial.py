@@ -125,7 +125,7 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
                     f"({list(tensor.shape)}): tried on a small tensor and on its halves, its updates differ "
                     f"by {off:.0%}. Take an optimizer that updates each element by itself (AdamW, SGD) for "
                     "parameters of which ranks have parts, or a layout that keeps them full (dp or pp; tp = "
-                    "ep = 1, zero = 0)"
+                    "ep = 1; zero = 0, or zero = 1 with owners)"
                 )
         two = [_full(tensor, ()), 3 * _full(tensor, ())]
         if off := _difference(optimizer, options, two, lambda kept: [[one] for one in kept]):

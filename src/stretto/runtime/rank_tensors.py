@@ -167,9 +167,8 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
 
 class RankTensors:
     """parameters, buffers: by index in the job. compute: of the parameters, what programs read: the same
-    tensors, of those that are kept in rows with padding (`padded`, by `Parameter.kept_as`). full_tensors: tied name ->
-    the full tensor of which a part was cut, until
-    the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
+    tensors, of those that are kept in parts with padding (`padded`, by `Parameter.kept_as`). full_tensors:
+    tied name -> the full tensor of which a part was cut, until the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
     memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
     optimizers: those that have stepped over the parameters.
     """

@@ -22,6 +22,7 @@ from stretto.ir.placement import is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
 from stretto.ir.program import GETITEM, VIEWS, Job, Op, Parameter, TensorSpec
+from stretto.verifying.buckets import slot_faults
 from stretto.verifying.fault import Fault
 
 
@@ -33,7 +34,7 @@ def sharding_faults(plan: Plan) -> list[Fault]:
         wrong = (*_shards(plan.job, parameter), *_partial(plan.job, parameter), *_parts(plan.job, parameter))
         result += (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in wrong)
         result += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
-    return result
+    return result or [*slot_faults(plan.job)]
 
 
 def _axes(job: Job) -> Iterator[Fault]:
@@ -100,7 +101,8 @@ def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
     """Copies of one tensor are summed element by element."""
     both = bool(first.grads and parameter.grads)
     one, other = (
-        (p.spec, p.own_dtype, p.shards, p.kept, sorted(p.partial) if both else []) for p in (parameter, first)
+        (p.spec, p.own_dtype, p.shards, p.kept, p.slot, sorted(p.partial) if both else [])
+        for p in (parameter, first)
     )
     if one != other:
         what = f"is one tensor with {first.name}, but is shaped, sharded or summed otherwise ({one}; {other})"
