@@ -11,8 +11,8 @@ from typing import Any
 from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Link, Prediction
 from stretto.ir.curve import Curve
-from stretto.ir.plan import Communicator, Plan
 from stretto.ir.parameters import Slot
+from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import Buffer, Const, Constant, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.schedule.families import make_schedule

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.ir.kept import largest_part, part_number
 from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.rank_tensors import RankTensors
 
@@ -45,7 +46,7 @@ def give(tensors: RankTensors, grads: dict[int, torch.Tensor]) -> list[nn.Parame
     """Add gradients, by the indices of their parameters in the job, to `.grad` of those that are still
     trained, which are returned. Takes them out of `grads`."""
     for k in [k for k in grads if tensors.plan.job.parameters[k].slot is not None]:
-        grads.update(tensors.of_bucket(k, grads.pop(k)))
+        grads.update(_of_bucket(tensors, k, grads.pop(k)))
     trained = [k for k in sorted(grads) if tensors.parameters[k].requires_grad]  # not frozen since
     kept = [tensors.parameters[k] for k in trained]
     accumulate(kept, [_of_part(tensors, k, grads.pop(k)) for k in trained])
@@ -53,6 +54,19 @@ def give(tensors: RankTensors, grads: dict[int, torch.Tensor]) -> list[nn.Parame
         if parameter.grad is not None:
             parameter.grad = _of_part(tensors, k, parameter.grad)
     return kept
+
+
+def _of_bucket(tensors: RankTensors, k: int, row: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of the row of gradients of a bucket, those of the parameters that this rank keeps, by index in the job.
+    k: of the parameter under whose name the row is known."""
+    job = tensors.plan.job
+    result: dict[str, int] = {}
+    for at in sorted(tensors.parameters):
+        known = job.parameters[at]
+        here = part_number(job, known, tensors.coordinates) == largest_part(known)
+        if known.slot is not None and known.kept_as == job.parameters[k].kept_as and here:
+            result.setdefault(known.tied_to, at)
+    return {at: tensors.rows_here(job.parameters[at], row) for at in result.values()}
 
 
 def _of_part(tensors: RankTensors, k: int, grad: torch.Tensor) -> torch.Tensor:

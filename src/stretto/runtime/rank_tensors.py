@@ -168,9 +168,9 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
 class RankTensors:
     """parameters, buffers: by index in the job. compute: of the parameters, what programs read: the same
     tensors, of those that are kept in parts with padding (`padded`, by `Parameter.kept_as`). full_tensors:
-    tied name -> the full tensor of which a part was cut, until the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
-    memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
-    optimizers: those that have stepped over the parameters.
+    tied name -> the full tensor of which a part was cut, until the Runner drops them. on_mesh: whether any of
+    it is on a mesh. without_values: whether any of it has memory alone. cut_along: first name of a tie -> the
+    dims along which this rank has a part. optimizers: those that have stepped over the parameters.
     """
 
     def __init__(
@@ -289,18 +289,6 @@ class RankTensors:
         if parameter.slot is not None:
             return padded.view(-1).narrow(0, parameter.slot.first, math.prod(shape)).view(shape)
         return padded.narrow(0, 0, shape[0]) if shape else padded.view(())
-
-    def of_bucket(self, k: int, row: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Of the row of gradients of a bucket, those of the parameters that this rank keeps, by index in the
-        job. k: of the parameter under whose name the row is known."""
-        job, bucket = self.plan.job, self.plan.job.parameters[k].kept_as
-        result: dict[str, int] = {}
-        for at in sorted(self.parameters):
-            known = job.parameters[at]
-            here = known.slot is not None and known.slot.bucket == bucket and known.tied_to not in result
-            if here and part_number(job, known, self.coordinates) == largest_part(known):
-                result[known.tied_to] = at
-        return {at: self.rows_here(job.parameters[at], row) for at in result.values()}
 
     def _rank_in_stage(self) -> int:
         """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""

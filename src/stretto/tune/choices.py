@@ -117,6 +117,8 @@ class Candidate:
         for key, (_, wanted) in IDLE.items():
             if all(changes[one] == 1 for one in wanted):
                 changes[key] = None
+        if self.dealt.zero != 1:
+            changes["owners"] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
             changes["microbatch_group"] = None  # planning refuses it there
         for key in ("cp", "ep", "ampipe_degree", "sequence_parallel", "recompute", "zero"):
