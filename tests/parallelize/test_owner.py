@@ -31,6 +31,8 @@ from tests.clusters import cores
 from tests.parallelize.zero import (
     Orthogonal,
     ZeroCell,
+    assert_same_parameters,
+    optimizer_of,
     plain_training,
     training,
     worst_error,
@@ -63,6 +65,26 @@ def test_full_matrices_train_to_what_the_plain_model_trains_to(cell: ZeroCell) -
     assert plan_faults(plan) == []
     error, name = worst_error(training(cell, plan), plain_training(cell))
     assert error < 1e-10, name
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        ZeroCell(1, precision="bf16", dp_shard=2, clipped=True),
+        pytest.param(ZeroCell(1, precision="bf16", pp=2, tied=True, frozen=True), marks=pytest.mark.slow),
+        pytest.param(ZeroCell(1, tp=2, ep=2, updates=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_adamw_makes_the_same_bits_of_rows(cell: ZeroCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each element is summed and updated as in rows."""
+    monkeypatch.setattr("tests.parallelize.zero._trainer", lambda _: optimizer_of)
+    owned = replace(cell, owners=ALL)
+    if not cell.clipped:
+        assert_same_parameters(training(owned, owned.plan()), training(cell, cell.plan()))
+        return
+    error, name = worst_error(training(owned, owned.plan()), training(cell, cell.plan()))
+    assert error < 1e-5, name  # the norm is summed of other parts
 
 
 def gpt(vocabulary: int = 61, hidden: int = 32, layers: int = 2) -> GPT:

@@ -108,8 +108,9 @@ FEW = [place for place in PLACES if place[0] in ("scatter", "update done", "tens
         ("dp = 4\ndp_shard = 2\nzero = 3\nmicrobatches = 1", 4, PLACES),
         ("pp = 2\ndp = 2\nzero = 3\nmicrobatches = 2", 4, FEW),
         ("dp = 2\nzero = 1\nmicrobatches = 2", 2, FEW),
+        ('dp = 2\nzero = 1\nowners = ["*"]\nmicrobatches = 2', 2, FEW),
     ],
-    ids=["groups", "pipeline", "zero 1"],
+    ids=["groups", "pipeline", "zero 1", "owners"],
 )
 def test_killed_at_any_place_it_goes_on_to_the_same_bits(
     tmp_path: Path, layout: str, ranks: int, places: Sequence[tuple[str, int, int]]
@@ -122,6 +123,7 @@ OTHERS = {
     "copies": (2, "dp = 2\nmicrobatches = 2"),
     "zero 1 of two": (2, "dp = 2\nzero = 1\nmicrobatches = 2"),
     "zero 3 of four": (4, "dp = 4\nzero = 3\nmicrobatches = 1"),
+    "owners": (2, 'dp = 2\nzero = 1\nowners = ["blocks.*"]\nmicrobatches = 2'),
     "tp": (2, "tp = 2\nsequence_parallel = true\nmicrobatches = 4"),
     "tp and zero 3": (4, "tp = 2\ndp = 2\nzero = 3\nmicrobatches = 2"),
     "pp and zero 1": (4, "pp = 2\ndp = 2\nzero = 1\nmicrobatches = 2"),
