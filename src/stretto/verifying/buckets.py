@@ -83,7 +83,7 @@ class Buckets:
     ) -> Iterator[Fault]:
         """Of an op that puts values side by side, or takes them apart. specs: of all values."""
         if op.target == SIDE_BY_SIDE:
-            sources = refs(op.args)
+            sources = [*refs(op.args)]
             found = [(self._ties(made.get(name, ())), _numel(specs.get(name))) for name in sources]
             here = {
                 self._of[one]
