@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from stretto.files.codec import WHERE_SET
+from stretto.files.codec import WHERE_SET, Fits, Natural
 from stretto.ir.action import Phase
 
 DTYPE_BYTES = {
@@ -127,6 +127,9 @@ class Shard:
         return coordinate // self.copies
 
 
+FromZero = Annotated[int, Fits(lambda value: value >= 0, "an integer from 0")]
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where a parameter lies that one rank keeps in full (`stretto.passes.owners`).
@@ -137,9 +140,9 @@ class Slot:
     """
 
     bucket: str
-    part: int
-    first: int
-    length: int
+    part: FromZero
+    first: FromZero
+    length: Natural
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ def _misplaced(job: Job, parameter: Parameter, slot: Slot) -> Iterator[tuple[str
     where, parts = f"lies in part {slot.part} from element {slot.first}", part_count(job, parameter)
     if not parameter.kept or job.zero != 1:
         yield f"{where}, and is kept over no axis, or `zero` is {job.zero}", "Leave `slot` out"
-    elif not 0 <= slot.part < parts:
+    elif slot.part >= parts:
         yield f"{where}, and there are {parts} parts", "Name one of them"
-    elif slot.first < 0 or slot.first + parameter.spec.numel > slot.length:
+    elif slot.first + parameter.spec.numel > slot.length:
         yield f"{where} of {slot.length}, and has {parameter.spec.numel}", "Make the parts longer"
 
 
