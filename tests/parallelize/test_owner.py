@@ -42,10 +42,10 @@ from tests.synthetic import make_job
 ALL = ("*",)
 CELLS = [
     ZeroCell(1, owners=ALL, pp=2, tied=True, frozen=True, clipped=True),
-    ZeroCell(1, owners=ALL, dp_shard=2, ep=2),
     ZeroCell(1, owners=ALL, updates=True, clipped=True, experts=6),
 ]
 SLOW = [
+    ZeroCell(1, owners=ALL, dp_shard=2, ep=2),
     ZeroCell(1, owners=ALL, pp=2, schedule="zb-v", dp_shard=2, clipped=True),
     ZeroCell(1, owners=ALL, cp_kind="ring", ep=2, tied=True, clipped=True),
     ZeroCell(1, owners=ALL, pp=2, schedule="interleaved-1f1b", updates=True, clipped=True, tied=True),
@@ -70,7 +70,7 @@ def test_full_matrices_train_to_what_the_plain_model_trains_to(cell: ZeroCell) -
 @pytest.mark.parametrize(
     "cell",
     [
-        ZeroCell(1, precision="bf16", dp_shard=2, clipped=True),
+        pytest.param(ZeroCell(1, precision="bf16", dp_shard=2, clipped=True), marks=pytest.mark.slow),
         pytest.param(ZeroCell(1, precision="bf16", pp=2, tied=True, frozen=True), marks=pytest.mark.slow),
         pytest.param(ZeroCell(1, tp=2, ep=2, updates=True), marks=pytest.mark.slow),
     ],
@@ -203,7 +203,7 @@ def test_each_matrix_is_on_one_rank_and_the_others_have_none_of_it() -> None:
         assert len(owners) == 1, name
         assert all(shapes[name] in (tuple(value.shape), (0, *value.shape[1:])) for shapes in found)
     elements = [sum(torch.Size(shape).numel() for shape in shapes.values()) for shapes in found]
-    assert max(elements) <= 1.05 * sum(elements) / len(found)
+    assert max(elements) <= 1.1 * sum(elements) / len(found)
 
 
 def test_without_owners_they_are_refused_and_told_of_them() -> None:
@@ -312,7 +312,9 @@ def test_ranks_need_what_the_textbook_says(layout: dict[str, int], monkeypatch: 
             assert plan.prediction.memory[part][rank] == pytest.approx(share * count, rel=0.08), part
 
     def work(runner: stretto.Runner) -> tuple[int, ...]:
+        optimizer = torch.optim.AdamW(runner.parameters())
         runner.step(batch)
+        optimizer.step()
         return runner.timeline().peak_bytes
 
     for measured in run_threads(plan, lambda _: copy.deepcopy(model), work):

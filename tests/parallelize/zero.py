@@ -124,8 +124,9 @@ def batch(step: int) -> Tensor:
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """The orthogonal matrix next to the average of gradients (Muon's update, in float64 and by an SVD), of
-    each matrix of a stack; of a vector its direction."""
+    """The average of gradients with its singular values made about equal (Muon's update, in float64 and by an
+    SVD; those near zero stay so, as the direction of zeros is anybody's), of each matrix of a stack; of a
+    vector its direction."""
 
     def __init__(self, params: Any, lr: float = RATE) -> None:
         super().__init__(params, {"lr": lr})
@@ -138,8 +139,10 @@ class Orthogonal(torch.optim.Optimizer):
                     state = self.state[p]
                     average = state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.5)
                     if p.dim() > 1:
-                        left, _, right = torch.linalg.svd(average, full_matrices=False)
-                        p.add_(left @ right, alpha=-group["lr"])
+                        left, values, right = torch.linalg.svd(average, full_matrices=False)
+                        least = 0.1 * values.amax(-1, keepdim=True).clamp(min=1e-30)
+                        evened = values / (values.square() + least.square()).sqrt()
+                        p.add_(left * evened.unsqueeze(-2) @ right, alpha=-group["lr"])
                     else:
                         p.add_(average / average.norm().clamp(min=1e-30), alpha=-group["lr"])
 
