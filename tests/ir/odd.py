@@ -11,7 +11,7 @@ from typing import Any
 from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Link, Prediction
 from stretto.ir.curve import Curve
-from stretto.ir.parameters import Slot
+from stretto.ir.parameters import BucketSlot
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import Buffer, Const, Constant, Op, Ref, Shard, Stage, TensorSpec
 from stretto.ir.serialize import plan_to_text
@@ -66,7 +66,10 @@ def odd_plan() -> Plan:
         clip_norm=0.5,
         parameters=(
             replace(
-                plan.job.parameters[0], shards=(Shard("tp", 1, 3),), kept=("dp",), slot=Slot("w", 1, 3, 7)
+                plan.job.parameters[0],
+                shards=(Shard("tp", 1, 3),),
+                kept=("dp",),
+                slot=BucketSlot("w", 1, 3, 7),
             ),
             replace(plan.job.parameters[1], partial=("tp",)),
         ),

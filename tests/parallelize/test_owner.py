@@ -19,7 +19,7 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import AFTER, BEFORE
 from stretto.ir.kept import bucket_pieces, kept_spec, part_count
-from stretto.ir.parameters import Parameter, Slot, TensorSpec
+from stretto.ir.parameters import BucketSlot, Parameter, TensorSpec
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op, Stage
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -251,7 +251,7 @@ def test_a_pattern_that_fits_no_parameter_is_refused() -> None:
 # --- the deal -------------------------------------------------------------------------------------------
 
 
-def dealt(shapes: Sequence[tuple[int, ...]], dp: int) -> dict[str, Slot]:
+def dealt(shapes: Sequence[tuple[int, ...]], dp: int) -> dict[str, BucketSlot]:
     """Parameters of one stage, on so many ranks."""
     job = replace(make_job(1, 1), axes=(("dp", dp),), zero=1)
     some = [
@@ -410,7 +410,7 @@ def shifted(op: Op) -> Op:
     return replace(op, args=(source, numbers, dim), outputs=outputs)
 
 
-def slots(plan: Plan, change: Callable[[Slot], Slot], which: int = 0) -> Plan:
+def slots(plan: Plan, change: Callable[[BucketSlot], BucketSlot], which: int = 0) -> Plan:
     parameters = list(plan.job.parameters)
     slot = parameters[which].slot
     assert slot is not None

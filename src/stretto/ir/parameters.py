@@ -131,7 +131,7 @@ FromZero = Annotated[int, Fits(lambda value: value >= 0, "an integer from 0")]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlot:
     """Where a parameter lies that one rank keeps in full (`stretto.passes.owners`).
 
     bucket: the first name of the first parameter of those that travel together. Each rank keeps one part of
@@ -177,7 +177,7 @@ class Parameter:
     frozen: bool = False
     kept: tuple[str, ...] = field(default=(), metadata=WHERE_SET)
     scattered: bool = field(default=False, metadata=WHERE_SET)
-    slot: Slot | None = field(default=None, metadata=WHERE_SET)
+    slot: BucketSlot | None = field(default=None, metadata=WHERE_SET)
 
     @property
     def is_made(self) -> bool:

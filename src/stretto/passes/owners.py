@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.kept import bucket_pieces, part_count, rows_shape, shard_spec
-from stretto.ir.parameters import Slot
+from stretto.ir.parameters import DTYPE_BYTES, BucketSlot
 from stretto.ir.program import FREE, GRAD, PARAM, SHARD, WAIT, Const, Job, Op, Parameter, Ref, TensorSpec
 from stretto.passes.flat import Moved, is_large, side_by_side, taken_apart, viewed, with_rows
 from stretto.passes.rows import OF, in_dtype
@@ -65,20 +65,18 @@ def with_owners(job: Job, patterns: Sequence[str]) -> Job:
             )
     alike: dict[object, list[Tie]] = defaultdict(list)
     for tie in ties.values():
-        if (
-            tie[0].kept
-            and tie[0].spec.numel
-            and any(fnmatchcase(p.name, pattern) for p in tie for pattern in patterns)
-        ):
+        named = any(fnmatchcase(p.name, pattern) for p in tie for pattern in patterns)
+        if named and tie[0].kept and tie[0].spec.numel:
             alike[_likeness(tie)].append(tie)
-    slots: dict[str, Slot] = {}
+    slots: dict[str, BucketSlot] = {}
     for several in alike.values():
         parts = part_count(job, several[0][0])
         for bucket in _buckets(several, parts):
             places, length = _dealt([_numel(tie) for tie in bucket], parts)
             first = min(places, key=lambda place: place[1:])[0]
             name = bucket[first][0].tied_to
-            slots |= {bucket[at][0].tied_to: Slot(name, part, begin, length) for at, part, begin in places}
+            for at, part, begin in places:
+                slots[bucket[at][0].tied_to] = BucketSlot(name, part, begin, length)
     return replace(job, parameters=tuple(replace(p, slot=slots.get(p.tied_to)) for p in job.parameters))
 
 
@@ -105,10 +103,8 @@ def _buckets(ties: Sequence[Tie], parts: int) -> Iterator[Sequence[Tie]]:
     for tie in ties:
         made[-1].append(tie)
         total += _numel(tie)
-        if (
-            is_large(total // parts * tie[0].spec.nbytes // max(1, tie[0].spec.numel))
-            and total > counted * GROWS
-        ):
+        row_bytes = total // parts * DTYPE_BYTES[tie[0].spec.dtype]
+        if is_large(row_bytes) and total > counted * GROWS:
             counted = total
             if parts * _length(made[-1], parts) <= (1 + UNEVEN) * total:
                 made.append([])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from stretto.ir.kept import bucket_pieces, part_count
-from stretto.ir.parameters import Slot
+from stretto.ir.parameters import BucketSlot
 from stretto.ir.placements import SIDE_BY_SIDE, SPLITS
 from stretto.ir.program import GRAD, SHARD, Job, Op, Parameter, TensorSpec, refs
 from stretto.verifying.fault import Fault
@@ -28,7 +28,7 @@ def slot_faults(job: Job) -> Iterator[Fault]:
         yield from (Fault(None, f"bucket {name}", what, fix) for what, fix in _together(job, name, ties))
 
 
-def _misplaced(job: Job, parameter: Parameter, slot: Slot) -> Iterator[tuple[str, str]]:
+def _misplaced(job: Job, parameter: Parameter, slot: BucketSlot) -> Iterator[tuple[str, str]]:
     where, parts = f"lies in part {slot.part} from element {slot.first}", part_count(job, parameter)
     if not parameter.kept or job.zero != 1:
         yield f"{where}, and is kept over no axis, or `zero` is {job.zero}", "Leave `slot` out"
