@@ -46,15 +46,15 @@ class ParallelSettings(Settings):
     """Neighbouring data-parallel ranks among which `zero` deals out parts; between such groups there are
     copies. It divides `dp`, and `ep` divides it; without it, all of `dp`."""
     owners: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Parameters that `zero = 1` keeps in full on one rank each, instead of rows on all, for optimizers that
-    look at full matrices (Muon, Adafactor): patterns of their names, in which * is any text ("*",
-    "blocks.*.weight"). They are dealt out so that ranks have equally much (`docs/zero.md`)."""
+    """Parameters of which one rank keeps all, and the others nothing: patterns of their names, in which * is
+    any text ("*", "blocks.*.weight"). With `zero = 1`, instead of rows, for optimizers that look at full
+    matrices (Muon, Adafactor); dealt out so that ranks have equally much (`docs/zero.md`)."""
     updates: bool = False
     """Whether the optimizer's updates are part of the step. Each bucket of gradients then goes with an op
     that updates its parameters (`Runner(plan, model, optimizer=...)`); else you call `optimizer.step()`
     (`docs/zero.md`)."""
     clip_norm: float | None = Field(default=None, ge=0)
-    """The norm to which `updates` clip all gradients, and for which they wait; 0 measures it alone."""
+    """The norm to which `updates` clip all gradients, for which they wait; 0 measures it alone."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
