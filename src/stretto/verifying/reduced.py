@@ -94,6 +94,8 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
         elif op.target != FREE:
             wrote.update(dict.fromkeys(op.writes, op.spec))
             values.update(dict.fromkeys(op.writes, op.spec))
+        else:
+            wrote = {name: spec for name, spec in wrote.items() if name not in op.writes}
     yield from buckets.left(rank)
     ends = specs | {GRAD + p.name: shard_spec(job, p) for p in job.parameters if p.kept}
     for name, spec in wrote.items():
@@ -162,15 +164,17 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, f"{op.name} ({op.target})", f"{trouble} (along {said})", trouble.fix)
                 placer.values[op.name] = LOCAL
             for name, spec in op.written:
-                placer.values[name] = placer.of(op.name)
+                kept = placer.of(op.name)
+                placer.values[name] = end[name] if name in in_rows and _in_parts(kept, end[name]) else kept
                 now[name] = spec
         for name, want in end.items():
-            kept, parts = placer.of(name), ("part", "local")
-            right = kept.kind in parts if want.kind in parts else kept.is_full
+            kept = placer.of(name)
+            right = _in_parts(kept, want) or (not _in_parts(want) and kept.is_full)
             if name not in freed and not right:
                 what = f"is never summed over {said}" if kept == SUM else f"is {kept} along {said} at the end"
                 yield Fault(rank, name, what, SUM_IT)
 
+    in_rows = {GRAD + p.name for p in here if p.slot is not None and p.leads}  # no part's dims are theirs
     written = {name for op in program for name in op.writes}
     made = [p for p in job.parameters if p.is_made and any(s in stages for s in p.stages)]
     for axis, size in job.axes:
@@ -191,6 +195,11 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
         yield from proved(NORM, 2, own, {STEP_NORM: EQUAL}, "pipeline ranks")
     if reduces_loss(job, plan.ranks):
         yield from proved(LOSS, 2, {STEP_LOSS: SUM}, {STEP_LOSS: EQUAL}, "all ranks")
+
+
+def _in_parts(*placements: Placement) -> bool:
+    """Whether ranks have parts of all of these."""
+    return all(placement.kind in ("part", "local") for placement in placements)
 
 
 def _trained(job: Job, stages: Collection[int]) -> Iterator[Parameter]:
