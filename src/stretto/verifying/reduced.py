@@ -165,7 +165,8 @@ def _reduced(plan: Plan, rank: int) -> Iterator[Fault]:
                 placer.values[op.name] = LOCAL
             for name, spec in op.written:
                 kept = placer.of(op.name)
-                placer.values[name] = end[name] if name in in_rows and _in_parts(kept, end[name]) else kept
+                as_row = name in in_rows and name in end and _in_parts(kept, end[name])
+                placer.values[name] = end[name] if as_row else kept
                 now[name] = spec
         for name, want in end.items():
             kept = placer.of(name)
