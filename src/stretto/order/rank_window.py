@@ -17,7 +17,8 @@ from stretto.simulating.windows import Call
 
 MOST_NEEDED = 256
 """Ops that come directly before one, at most; one that needs more is placed by itself. In a deep model all
-ops take little of a microbatch, and each would need all before it: 21 GB for 4 microbatches of Mixtral 8x7B."""
+ops take little of a microbatch, and each would bring all before it: 21 GB for 4
+microbatches of Mixtral 8x7B."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def norm_faults(plan: Plan) -> Iterator[Fault]:
         here = [GRAD + p.name for p in _trained(job, plan.schedule.stages_of(rank))]
         made: dict[str, Pieces] = {name: ((name,),) for name in here}
         of_norm: Pieces = ()
-        for op in walked(plan.once(rank), made):
+        for op in walked(plan.once(rank), made, {}):
             of_norm = of_norm if STEP_NORM not in op.writes else pieces_of(op, made)
         for name in (one for piece in of_norm for one in piece):
             ranks.setdefault(ties.get(name, name), []).append(rank)
