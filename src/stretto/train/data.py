@@ -40,6 +40,7 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
 from stretto.files.whole_file import saving
 from stretto.train import text as bpe
+from stretto.train.encode import count, encode, token_dtype
 from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
@@ -77,7 +78,7 @@ class TextData:
     @property
     def vocab_size(self) -> int:
         """How many tokens there are; little text gives fewer than were asked for."""
-        return bpe.count(self.tokenizer)
+        return count(self.tokenizer)
 
 
 def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None = None) -> TextData:
@@ -161,7 +162,7 @@ def _build(
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     summary = {
         "documents": len(lengths),
-        "unigram_entropy_nats": unigram_entropy(train, held_out, bpe.count(tokenizer)),
+        "unigram_entropy_nats": unigram_entropy(train, held_out, count(tokenizer)),
     }
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
@@ -186,18 +187,18 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
 
 def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str]) -> Tokens:
     """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
-    dtype = bpe.token_dtype(bpe.count(given.tokenizer))
-    count = 0
+    dtype = token_dtype(count(given.tokenizer))
+    written = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
-        for ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
+        for ids in encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
-            count += len(ids)
+            written += len(ids)
         # NumPy pads headers so that the first dim can grow in its line.
         file.seek(0)
-        np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
-    if count == 0:
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (written,)})
+    if written == 0:
         return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
     tokens: Tokens = np.load(path, mmap_mode="r")
     return tokens
