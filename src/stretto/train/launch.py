@@ -3,7 +3,8 @@ ends, it ends with one message and the right status.
 
     1. What can be wrong with settings, text or model is refused before any process is started; what needs no
        text, first.
-    2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
+    2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1;
+       forks of one that has imported what they need (`preload`), where the system can do it.
     3. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
        signal, else the earliest failure counts that is not about another rank.
 
@@ -49,7 +50,9 @@ from stretto.train.failure import (
 )
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
+from stretto.train.launch_adapter import forking
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
+from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
 from stretto.train.task import task_of
 from stretto.train.world import (
@@ -61,7 +64,6 @@ from stretto.train.world import (
     device_note,
     environment,
     join,
-    threads,
 )
 
 if TYPE_CHECKING:
@@ -72,10 +74,16 @@ RANKS_STUCK_S = 40.0
 They have `STUCK_S` from when they get it, and torchrun's launcher kills those left after 30 s."""
 
 
-def start(settings: TrainSettings, command: Sequence[str], progress: Progress | None = None) -> int:
+def start(
+    settings: TrainSettings,
+    command: Sequence[str],
+    progress: Progress | None = None,
+    preloaded: Preloaded | None = None,
+) -> int:
     """Train: as a rank if a launcher started this process, else with all ranks on this machine.
 
     command: the program and arguments that a rank is started with. progress: shows the run until rank 0 does.
+    preloaded: a process of which ranks can be forks.
     Returns the exit status. Raises StrettoError and its kin for what is refused before ranks are started, or
     by a single rank.
     """
@@ -104,8 +112,11 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
             _check(settings, progress.say)
             interrupts.stuck_s = RANKS_STUCK_S
             progress.begin(f"starting {settings.parallel.world} ranks")
+            if preloaded is not None and not preloaded.wait():
+                preloaded = None
             progress.stop()  # rank 0 shows the rest
-            return _launch(settings, command, progress.started_at_s)
+            with forking(preloaded):
+                return _launch(settings, command, progress.started_at_s)
         except Interrupted as error:
             progress.stop()
             print("stretto: interrupted before the first step", file=sys.stderr)

@@ -200,13 +200,3 @@ def leave(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def threads(wanted: int | None, local_size: int) -> int:
-    """Threads for each rank: `training.threads_per_rank`, else OMP_NUM_THREADS, else cores over ranks."""
-    if wanted is not None:
-        return wanted
-    count = os.environ.get("OMP_NUM_THREADS", "")
-    if count.isdigit() and int(count) > 0:
-        return int(count)
-    return max(1, len(usable_cores()) // local_size)
