@@ -37,8 +37,8 @@ FLIGHT_S = 0.1
 MOST_COLLECTIVES = 64
 
 FIRST_COLLECTIVES = 8
-"""In flight in the first measurement, at most: it shows how long one takes beside compute. On cores that others
-share that is up to ten times as long as alone. Assumed."""
+"""In flight in the first measurement, at most: it shows how long one takes beside compute. On cores that
+others share that is up to ten times as long as alone. Assumed."""
 
 ALONE_S = 0.05
 """Length of the compute that is timed alone, before and after. Assumed: tens of products; both together are

@@ -81,18 +81,21 @@ class TextData:
         return count(self.tokenizer)
 
 
-def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None = None) -> TextData:
+def prepare_data(
+    settings: DataSettings, say: Say, given: GivenTokenizer | None = None, begin: Say = silent
+) -> TextData:
     """The data that the settings describe; the first time, its text is made into tokens, which is kept.
 
     given: the tokenizer, where none is to be learned. Safe to call from every rank at once: one does the
-    work, and the others wait. `say` takes lines of progress and notices. Raises UsageError for text that
-    cannot be read or is too short, and StrettoError when the disk is full.
+    work, and the others wait. `say` takes notices, and `begin` what takes long, before it begins. Raises
+    UsageError for text that cannot be read or is too short, and StrettoError when the disk is full.
     """
+    begin("looking at the text and its tokens")
     files = find_files(settings.paths)
     folder = built_folder(
         Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else cache_dir(),
         _cache_key(files, settings, given),
-        lambda folder: _build(folder, files, settings, given, say),
+        lambda folder: _build(folder, files, settings, given, say, begin),
         say,
     )
     train = np.load(folder / "train.npy", mmap_mode="r")
@@ -129,11 +132,16 @@ def _cache_key(files: Sequence[TextFile], settings: DataSettings, given: GivenTo
 
 
 def _build(
-    folder: Path, files: Sequence[TextFile], settings: DataSettings, given: GivenTokenizer | None, say: Say
+    folder: Path,
+    files: Sequence[TextFile],
+    settings: DataSettings,
+    given: GivenTokenizer | None,
+    say: Say,
+    begin: Say,
 ) -> None:
     """Steps 3 to 6: write tokenizer.json, train.npy, held_out.npy and summary.json into `folder`."""
     fraction = settings.held_out_fraction
-    say(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    begin(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
     lengths = [len(text) for text in documents(files, settings.text_field, say)]
     chars = sum(lengths)
     if not chars:
@@ -151,10 +159,12 @@ def _build(
 
     train_chars = round(chars * (1 - fraction))
     if given is None:
-        say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
+        some = min(bpe.SAMPLE_CHARS, train_chars)
+        begin(f"learning {settings.vocab_size:,} tokens from {some / 1e6:.1f} MB of the text")
         learned = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
         given = GivenTokenizer(learned)
     tokenizer = given.tokenizer
+    begin(f"making tokens of the text, {chars / 1e6:.1f} MB")
     train = _write_tokens(folder / "train.npy", given, side(held_out=False))
     held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True))
     if not len(train) or not len(held_out):

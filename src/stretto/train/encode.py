@@ -128,7 +128,8 @@ class _Known:
         chosen = np.array(rows, np.int64)
         long = self._lengths[chosen]
         first = self._starts[chosen] - np.cumsum(long) + long
-        return self._ids[np.repeat(first, long) + np.arange(long.sum())]
+        found: npt.NDArray[np.unsignedinteger] = self._ids[np.repeat(first, long) + np.arange(long.sum())]
+        return found
 
 
 def encode(

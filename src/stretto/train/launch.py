@@ -34,7 +34,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.files.say import Say
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -48,13 +47,14 @@ from stretto.train.failure import (
     recorded_failures,
     watching_ranks,
 )
+from stretto.train.going_on import check_compatible, find_checkpoint, finished_words, is_finished
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
 from stretto.train.launch_adapter import forking
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
-from stretto.train.task import task_of
+from stretto.train.task import Task, task_of
 from stretto.train.world import (
     World,
     check_graph,
@@ -107,9 +107,13 @@ def start(
 
     with Interrupts(stuck) as interrupts, progress:
         try:
-            progress.begin("looking at settings, data and model")
+            progress.begin("looking at settings and model")
             refuse_early(settings)
-            _check(settings, progress.say)
+            task = _check(settings, progress)
+            if (start := find_checkpoint(settings)) is not None and is_finished(settings, start):
+                check_compatible(*start, settings, task)
+                progress.say(finished_words(settings))
+                return 0
             interrupts.stuck_s = RANKS_STUCK_S
             progress.begin(f"starting {settings.parallel.world} ranks")
             if preloaded is not None and not preloaded.wait():
@@ -123,13 +127,13 @@ def start(
             return error.status
 
 
-def _check(settings: TrainSettings, say: Say) -> None:
+def _check(settings: TrainSettings, progress: Progress) -> Task:
     """Step 1: make the tokens, which every rank then finds ready, and for which the model must have room."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-    task = task_of(settings, say)
+    task = task_of(settings, progress.say, progress.begin)
     with torch.device("meta"):
         task.model()
     notes = [device_note(settings.training.device, here)]
@@ -137,7 +141,8 @@ def _check(settings: TrainSettings, say: Say) -> None:
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))
     for note in notes:
         if note is not None:
-            say(f"note: {note}")
+            progress.say(f"note: {note}")
+    return task
 
 
 def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import api
+import torch.distributed.elastic.multiprocessing.api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from stretto.train.preload import Preloaded
@@ -24,11 +24,13 @@ def forking(preloaded: Preloaded | None) -> Iterator[None]:
     if preloaded is None:
         yield
         return
+    ranks = preloaded
 
     class ForkHandler(SubprocessHandler):
         def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
-            return preloaded.fork(env) or super()._popen(args, env)
+            return ranks.fork(env) or super()._popen(args, env)
 
+    api: Any = torch.distributed.elastic.multiprocessing.api
     before = api.get_subprocess_handler
     api.get_subprocess_handler = ForkHandler
     try:
