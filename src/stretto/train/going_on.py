@@ -27,7 +27,7 @@ Checkpoint = tuple[CheckpointState, Path]
 
 
 def find_checkpoint(settings: TrainSettings) -> Checkpoint | None:
-    """What `checkpoint.resume` says to go on from; None starts again. Raises UsageError if it is not there."""
+    """What `checkpoint.resume` says to go on from; None starts again. Raises UsageError if there is none."""
     resume = settings.checkpoint.resume
     if resume == "never":
         return None
