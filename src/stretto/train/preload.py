@@ -93,12 +93,12 @@ class Preloaded:
 
     def wait(self) -> bool:
         """Whether it has imported all, for which this waits; False when it ended before."""
-        return self._replies.readline().strip() == READY
+        return self._reply() == READY
 
     def fork(self, environment: Mapping[str, str]) -> Forked | None:
         """A rank with this environment; None where there is none to be had."""
         self._send(dict(environment))
-        pid = self._replies.readline().strip()
+        pid = self._reply()
         return Forked(int(pid)) if pid else None
 
     def close(self) -> None:
@@ -111,6 +111,13 @@ class Preloaded:
     def _send(self, what: object) -> None:
         with suppress(OSError):  # it is gone, which the reply shows
             self._socket.sendall(json.dumps(what).encode() + b"\n")
+
+    def _reply(self) -> str:
+        """A line; "" when the process is gone."""
+        try:
+            return self._replies.readline().strip()
+        except OSError:
+            return ""
 
 
 @contextmanager
