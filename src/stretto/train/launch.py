@@ -32,8 +32,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stretto.config import TrainSettings
+from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.errors import UsageError
+from stretto.models.build import shapes_alone
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -107,7 +108,8 @@ def start(
 
     with Interrupts(stuck) as interrupts, progress:
         try:
-            progress.begin("looking at settings and model")
+            transformers = isinstance(settings.model, HuggingFaceSettings) and settings.task is None
+            progress.begin("looking at the model" + (", with transformers" if transformers else ""))
             refuse_early(settings)
             task = _check(settings, progress)
             if (start := find_checkpoint(settings)) is not None and is_finished(settings, start):
@@ -134,7 +136,7 @@ def _check(settings: TrainSettings, progress: Progress) -> Task:
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
     task = task_of(settings, progress.say, progress.begin)
-    with torch.device("meta"):
+    with shapes_alone():
         task.model()
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
