@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +94,32 @@ def test_the_first_step_comes_soon_and_is_not_silent(
         assert max(after - before for (before, _), (after, _) in pairwise([(0.0, ""), *lines])) <= SILENT_S, (
             said
         )
+
+
+LOOK = """
+    import sys
+    from stretto.config import load_settings
+    from stretto.train.launch import _check, refuse_early
+    from stretto.train.progress import Progress
+
+    settings = load_settings(*sys.argv[1:2], sys.argv[2:])
+    refuse_early(settings)
+    _check(settings, Progress(False))
+    compilers = ("torch._dynamo", "torch._inductor", "torch.onnx")
+    print(sorted(name for name in sys.modules if name.startswith(compilers)))
+"""
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_the_launcher_loads_no_compiler(axis: str, tmp_path: Path) -> None:
+    config = write_settings(tmp_path, pp=1, model="vocab_size = 302")
+    looked = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOOK), str(config), f"parallel.{axis}=2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (looked.stdout, looked.stderr) == ("[]\n", "")
 
 
 @pytest.mark.slow
