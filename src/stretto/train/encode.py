@@ -41,7 +41,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 """What a tokenizer's file says of that expression."""
 
 _BEGIN, _END = 0, 1
-"""Rows of what stands before a document and behind it."""
+"""Rows of what is before a document and behind it."""
 
 
 def count(tokenizer: Tokenizer) -> int:
@@ -78,15 +78,15 @@ def words(piece: str) -> list[str]:
 def splits_words(tokenizer: Tokenizer) -> bool:
     """Whether it encodes each word by itself, and words are those of GPT-2's expression: as one that was
     learned here does."""
-    told = parse_json(tokenizer.to_str())
-    splits, model = told["pre_tokenizer"] or {}, told["model"]
+    written = parse_json(tokenizer.to_str())
+    splits, model = written["pre_tokenizer"] or {}, written["model"]
     return (
         BYTE_LEVEL.items() <= splits.items()
-        and told["normalizer"] is None
+        and written["normalizer"] is None
         and model["type"] == "BPE"
         and not model.get("dropout")
         and tokenizer.encode_special_tokens
-        and all(added["special"] for added in told["added_tokens"])
+        and all(added["special"] for added in written["added_tokens"])
     )
 
 

@@ -3,8 +3,8 @@ ends, it ends with one message and the right status.
 
     1. What can be wrong with settings, text or model is refused before any process is started; what needs no
        text, first.
-    2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1;
-       forks of one that has imported what they need (`preload`), where the system can do it.
+    2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
+       Where the system can do it, they are forks of a process that has imported what they need (`preload`).
     3. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
        signal, else the earliest failure counts that is not about another rank.
 
