@@ -113,7 +113,8 @@ def start(
             refuse_early(settings)
             task = _check(settings, progress)
             if (start := find_checkpoint(settings)) is not None and is_finished(settings, start):
-                check_compatible(*start, settings, task)
+                for line in check_compatible(*start, settings, task):
+                    progress.say(f"note: {line}")
                 progress.say(finished_words(settings))
                 return 0
             interrupts.stuck_s = RANKS_STUCK_S
