@@ -22,7 +22,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
-from stretto.train import launch, world
+from stretto.train import launch, preload, world
 from stretto.train.failure import Cause, RankFailure, failure_of, record_failure, recorded_failures
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import layout_of_run
@@ -272,7 +272,7 @@ CPU, ALONE = torch.device("cpu"), World()
 def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with two of them, with one whose driver PyTorch does not see, or one of another kind."""
     what = request.param
-    monkeypatch.setattr(world, "DEVICES", tmp_path)
+    monkeypatch.setattr(preload, "DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: what == "two")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: what == "xpu")

@@ -41,7 +41,7 @@ COMMAND = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
 @pytest.fixture
 def ranks() -> Iterator[Preloaded]:
     assert preload._adopt(True)
-    process = Preloaded(COMMAND, {}, ["colorsys:rgb_to_hsv", "colorsys:no_such_member"])
+    process = Preloaded(COMMAND, {}, ["colorsys:rgb_to_hsv", "colorsys:no_such_member"], 3)
     yield process
     process.close()
     preload._adopt(False)
@@ -58,6 +58,7 @@ def test_ranks_are_children_of_the_launcher_in_sessions_of_their_own(
         second.wait(0.05)
     os.killpg(second.pid, signal.SIGKILL)
     assert second.wait(60) == second.poll() == -signal.SIGKILL
+    assert ranks._process.returncode is not None, "nothing is left to be forked"
     for rank, one in ((0, first), (2, third)):
         # The environment is what was sent, and nothing else.
         assert (tmp_path / str(rank)).read_text() == f"{os.getpid()} {one.pid} None"
@@ -91,11 +92,18 @@ def test_where_the_process_is_gone_ranks_start_as_always(
     assert api.get_subprocess_handler is before  # type: ignore[attr-defined]
 
 
-def test_ranks_and_single_runs_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_single_runs_and_accelerators_start_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     single, two = (TrainSettings.model_validate({"parallel": {"pp": ranks}}) for ranks in (1, 2))
     with preloaded(single, ["no such command"]) as process:
         assert process is None
     monkeypatch.setattr(preload, "_adopt", lambda wanted: False)
+    with preloaded(two, ["no such command"]) as process:
+        assert process is None
+    monkeypatch.undo()
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(preload, "DEVICES", tmp_path)
     with preloaded(two, ["no such command"]) as process:
         assert process is None
     monkeypatch.undo()

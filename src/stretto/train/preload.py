@@ -7,8 +7,9 @@ while the launcher looks at settings and makes tokens.
        launcher, which adopts orphans: signals and exit statuses are as of processes that it started.
     4. The rank takes the environment that it is sent, and goes on with the command.
 
-Only Linux lets a process adopt; elsewhere the launcher starts ranks that import by themselves. Loads
-nothing of PyTorch in the launcher.
+Only Linux lets a process adopt; elsewhere the launcher starts ranks that import by themselves, and so it does
+where ranks may compute on accelerators, whose libraries need not work in forks. Loads nothing of PyTorch in
+the launcher.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 
 from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.processor.control_groups import usable_cores
@@ -34,6 +36,14 @@ PR_SET_CHILD_SUBREAPER = 36
 MODULES = ("stretto.train.launch", "stretto.train.trainer")
 """What every rank imports."""
 READY = "ready"
+DEVICES = Path("/dev")
+DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
+"""Makers of accelerators, and the files of devices that their drivers make on Linux."""
+
+
+def drivers() -> list[str]:
+    """The makers of accelerators that this machine has a driver for."""
+    return [maker for maker, pattern in DRIVERS.items() if any(DEVICES.glob(pattern))]
 
 
 def threads(wanted: int | None, local_size: int) -> int:
@@ -75,11 +85,14 @@ class Forked:
 
 
 class Preloaded:
-    """The process of which ranks are forked, from when it is started until `close`."""
+    """The process of which ranks are forked, from when it is started until `close`, or the last of them."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], names: Sequence[str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], ranks: int
+    ) -> None:
         """command: of the ranks. names: of modules to import besides `MODULES`; those of their members behind
-        a colon."""
+        a colon. ranks: how many there will be."""
+        self._left = ranks
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -99,6 +112,9 @@ class Preloaded:
         """A rank with this environment; None where there is none to be had."""
         self._send(dict(environment))
         pid = self._reply()
+        self._left -= 1
+        if not self._left:  # what it has imported it need not keep
+            self.close()
         return Forked(int(pid)) if pid else None
 
     def close(self) -> None:
@@ -116,7 +132,7 @@ class Preloaded:
         """A line; "" when the process is gone."""
         try:
             return self._replies.readline().strip()
-        except OSError:
+        except (OSError, ValueError):  # the latter once it is closed
             return ""
 
 
@@ -125,13 +141,14 @@ def preloaded(settings: TrainSettings, command: Sequence[str]) -> Iterator[Prelo
     """Step 1, for as long as the context lasts; None where a process is a rank itself, and where the system
     does not let it adopt ranks. command: of the ranks."""
     ranks = settings.parallel.world
-    if ranks == 1 or is_worker() or not _adopt(True):
+    devices = settings.training.device != "cpu" and drivers()
+    if ranks == 1 or is_worker() or devices or not _adopt(True):
         yield None
         return
     model = settings.model
     names = [f"transformers:{model.architecture}"] if isinstance(model, HuggingFaceSettings) else []
     count = str(threads(settings.training.threads_per_rank, ranks))
-    process = Preloaded(command, {"OMP_NUM_THREADS": count}, names)
+    process = Preloaded(command, {"OMP_NUM_THREADS": count}, names, ranks)
     try:
         yield process
     finally:
