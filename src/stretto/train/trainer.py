@@ -182,6 +182,7 @@ class Trainer:
                 steps=held_out_steps(settings.training),
                 search_s=settings.planning.search_s,
                 kept=None if kept is None else replace(kept, say=silent),  # printed for the training
+                say=self.progress.detail,
             )
         parameters = sum(p.numel() for p in model.parameters())
         say(
