@@ -77,13 +77,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, int], Machine]:
 
 def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.5, 20)
-    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"))
+    loss = compute_loss(made.start, 50_000.0, lambda us: us, torch.device("cpu"))
     # 20 products in flight lose 500 us each.
     assert loss.processor_us == pytest.approx(20 * 500)
     assert loss.slowdown == 0.0
     assert loss.start_us == pytest.approx(50.0)
     flight = contention.FLIGHT_S * 1e6 / 50_000.0
-    faster = compute_loss(machine(0.5, 20).start, 1e5, lambda: None, torch.device("cpu"))
+    faster = compute_loss(machine(0.5, 20).start, 1e5, lambda us: us, torch.device("cpu"))
     assert faster.processor_us == 0.0, "a loss is never negative"
     assert made.started == contention.REPEATS * flight, "0.1 s of collectives of 50 ms, always the same"
 
@@ -94,7 +94,7 @@ def test_a_failing_collective_is_not_passed_over() -> None:
             raise RuntimeError("connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        compute_loss(Broken, 1e6, lambda: None, torch.device("cpu"))
+        compute_loss(Broken, 1e6, lambda us: us, torch.device("cpu"))
 
 
 def test_under_a_quota_processor_time_counts_and_not_the_clock(
@@ -118,7 +118,7 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
         made.others += 400 * NS
         return work
 
-    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"))
+    loss = compute_loss(start, 60_000.0, lambda us: us, torch.device("cpu"))
     # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
     assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)
     assert loss.start_us == pytest.approx(2 * 50, rel=0.08)

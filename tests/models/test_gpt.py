@@ -20,6 +20,7 @@ from stretto.models.build import (
     build_model,
     counted_loss_function,
     huggingface_sum,
+    shapes_alone,
 )
 from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, next_token_sum, rotate
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
@@ -311,6 +312,23 @@ def test_a_model_of_transformers_that_cannot_be(
     settings = HuggingFaceSettings(kind="huggingface", architecture=architecture, config=config)
     with pytest.raises(UsageError, match=expected):
         build_model(settings, 61, 0)
+
+
+@pytest.mark.parametrize("settings", [GPTSettings(kind="gpt", layers=2, hidden=32, heads=2), LLAMA])
+def test_shapes_alone_are_those_of_the_model_on_meta(settings: GPTSettings | HuggingFaceSettings) -> None:
+    def described() -> list[tuple[str, Any]]:
+        model = build_model(settings, 61, 0)
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        return [(name, (x.shape, x.stride(), x.dtype, x.device.type, x.requires_grad)) for name, x in named]
+
+    with torch.device("meta"):
+        want = described()
+    with shapes_alone():
+        assert described() == want
+        # What has values is drawn as always.
+        own = nn.init.normal_(torch.zeros(99, device="cpu"), generator=torch.Generator().manual_seed(1))
+    drawn = torch.empty(99).normal_(generator=torch.Generator().manual_seed(1))
+    assert torch.equal(own, drawn)
 
 
 def test_without_transformers_the_user_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

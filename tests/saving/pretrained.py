@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from stretto.train import text as bpe
+from stretto.train.encode import count
 from tests.runtime.equality import from_transformers
 from tests.train.tiny import WORDS
 
@@ -40,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def tokenizer() -> Tokenizer:
     """300 tokens that are learned, and one that begins each text."""
     found = bpe.learn([WORDS] * 9, 300)
-    found.add_special_tokens([*(f"<unused {n}>" for n in range(300 - bpe.count(found))), BEGIN])
+    found.add_special_tokens([*(f"<unused {n}>" for n in range(300 - count(found))), BEGIN])
     found.post_processor = TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 300)])
     return found
 

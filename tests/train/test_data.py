@@ -49,7 +49,7 @@ def prepare(tmp_path: Path, said: list[str]) -> Prepare:
             "vocab_size": 400,
             "held_out_fraction": 0.3,
         }
-        return prepare_data(DataSettings(**{**values, **changes}), said.append)
+        return prepare_data(DataSettings(**{**values, **changes}), said.append, begin=said.append)
 
     return run
 
@@ -175,7 +175,7 @@ import zlib
 from stretto.config import DataSettings
 from stretto.train.data import prepare_data
 text = prepare_data(DataSettings(paths=[{str(tmp_path / "text")!r}], cache_dir={str(tmp_path / "cache")!r},
-    sequence_length=16, vocab_size=400, held_out_fraction=0.3), print)
+    sequence_length=16, vocab_size=400, held_out_fraction=0.3), print, begin=print)
 print("sum", zlib.crc32(text.train.batch(9, 8).numpy().tobytes()))
 """
     (tmp_path / "program.py").write_text(program)

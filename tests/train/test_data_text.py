@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel
 
 from stretto.errors import UsageError
 from stretto.models.build import END_OF_TEXT_ID
+from stretto.train import encode as coding
 from stretto.train import text as bpe
 from stretto.train.text import documents, find_files, standard_library
 
@@ -115,7 +119,7 @@ LINES = [f"def function_{number}(argument):\n    return argument + {number}\n" f
 
 
 def ids_of(tokenizer: bpe.Tokenizer, texts: list[str]) -> list[int]:
-    return np.concatenate([*bpe.encode(tokenizer, texts, (), 0)]).tolist()
+    return np.concatenate([*coding.encode(tokenizer, texts, (), 0)]).tolist()
 
 
 @settings(max_examples=50, deadline=None)
@@ -131,7 +135,7 @@ def test_merges_are_learned_and_the_same_text_gives_the_same() -> None:
     tokenizer = bpe.learn(LINES, 400)
     assert tokenizer.get_vocab_size() <= 400
     assert len(tokenizer.encode(LINES[0]).ids) < len(LINES[0]) / 2
-    assert (bpe.token_dtype(65_536), bpe.token_dtype(65_537)) == (np.uint16, np.uint32)
+    assert (coding.token_dtype(65_536), coding.token_dtype(65_537)) == (np.uint16, np.uint32)
     assert tokenizer.to_str() == bpe.learn(LINES, 400).to_str()
     assert bpe.parse(tokenizer.to_str()).encode("<|endoftext|>").ids == tokenizer.encode("<|endoftext|>").ids
     assert tokenizer.token_to_id(bpe.END_OF_TEXT) == END_OF_TEXT_ID == 0
@@ -143,17 +147,51 @@ def test_groups_and_pieces_change_nothing_but_the_cuts(monkeypatch: pytest.Monke
     tokenizer = bpe.learn(LINES, 400)
     documents = ["".join(LINES[:7]), LINES[7], "".join(LINES[8:60]), "x" * 1000, LINES[61]]
     full = ids_of(tokenizer, documents)
-    assert list(bpe.pieces("x" * 9)) == ["x" * 9]
-    monkeypatch.setattr(bpe, "PIECE_CHARS", 10)
-    assert list(bpe.pieces("ab\ncdef\nghijk\nl")) == ["ab\ncdef\n", "ghijk\nl"]
-    assert list(bpe.pieces("x" * 25)) == ["x" * 10, "x" * 10, "x" * 5]
-    monkeypatch.setattr(bpe, "PIECE_CHARS", 100)
-    monkeypatch.setattr(bpe, "GROUP_CHARS", 350)
-    groups = list(bpe.encode(tokenizer, documents, (), 0))
+    assert list(coding.pieces("x" * 9)) == ["x" * 9]
+    monkeypatch.setattr(coding, "PIECE_CHARS", 10)
+    assert list(coding.pieces("ab\ncdef\nghijk\nl")) == ["ab\ncdef\n", "ghijk\nl"]
+    assert list(coding.pieces("x" * 25)) == ["x" * 10, "x" * 10, "x" * 5]
+    monkeypatch.setattr(coding, "PIECE_CHARS", 100)
+    monkeypatch.setattr(coding, "GROUP_CHARS", 350)
+    groups = list(coding.encode(tokenizer, documents, (), 0))
     assert len(groups) > 5
     ids = np.concatenate(groups).tolist()
     assert [tokenizer.decode(part) for part in split_at_end(ids)] == documents
     assert [tokenizer.decode(part) for part in split_at_end(full)] == documents
+
+
+TOKENIZER = bpe.learn([*LINES, "it's  they'll\n\t ½ é ² 12 ab12 __x__ == != "] * 3, 400)
+LETTERS = st.sampled_from(
+    ["a", "Z", "é", "ß", "7", "½", "٣", "_", "=", "'", "'s", "'ll", *" \t\n\r\v\f\x1c\x85\u2003\xa0\0"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(LETTERS, min_size=1).map("".join) | st.text(min_size=1))
+def test_words_are_encoded_as_the_library_does(text: str) -> None:
+    assert "".join(coding.words(text)) == text
+    assert ids_of(TOKENIZER, [text, text]) == [*TOKENIZER.encode(text).ids, 0] * 2
+    if text.isascii():
+        split = TOKENIZER.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[slice(*where)] for _, where in split] == coding.words(text)
+
+
+def test_tokenizers_that_split_otherwise_encode_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert coding.splits_words(TOKENIZER)
+    assert coding.splits_words(bpe.parse(TOKENIZER.to_str()))
+    prefixed, normal, named = (Tokenizer.from_str(TOKENIZER.to_str()) for _ in range(3))
+    assert not coding.splits_words(named)  # whose texts may have special tokens
+    prefixed.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    normal.normalizer = NFC()
+    for other in (prefixed, normal):
+        other.encode_special_tokens = True
+        assert not coding.splits_words(other)
+        assert ids_of(other, ["it is a\nb"]) == [*other.encode("it is a\nb").ids, 0]
+    monkeypatch.setattr(coding, "KNOWN_CHARS", 30)  # forgotten again and again
+    monkeypatch.setattr(coding, "GROUP_CHARS", 20)
+    known = ids_of(TOKENIZER, LINES[:9])
+    monkeypatch.setattr(coding, "FEW_CORES", 0)
+    assert known == ids_of(TOKENIZER, LINES[:9])
 
 
 def split_at_end(ids: list[int]) -> list[list[int]]:

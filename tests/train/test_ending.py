@@ -4,6 +4,7 @@ step is not missed; a signal ends a run wherever it is handled."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +45,11 @@ def test_the_launcher_ends_a_rank_that_stays_stopped(
 ) -> None:
     monkeypatch.setattr(failure, "STOPPED_S", 60.0 if continued else 0.3)
     monkeypatch.setattr(failure, "WATCH_S", 0.02)
-    ranks = [subprocess.Popen(["sleep", "60"], env={"RANK": str(rank)}) for rank in range(2)]
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    for rank in range(2):  # a process is named after its file
+        (tmp_path / f"rank {rank}").symlink_to(sleep)
+    ranks = [subprocess.Popen(["sleep", "60"], executable=tmp_path / f"rank {n}") for n in range(2)]
     (tmp_path / "phase-1").write_text("planning")
     try:
         with failure.watching_ranks(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,28 @@ import pytest
 from tests.train.tiny import run_ranks, write_settings
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "gpt_text_tp.toml"
+EXAMPLE = ROOT / "examples" / "gpt_text.toml"
+LLAMA = """
+[model]
+kind = "huggingface"
+architecture = "LlamaForCausalLM"
 
-FROM_NOTHING_S, FROM_KEPT_S = 45.0, 20.0
+[model.config]
+hidden_size = 256
+intermediate_size = 768
+num_hidden_layers = 4
+num_attention_heads = 4
+
+[data]
+sequence_length = 128
+vocab_size = 4096
+
+[parallel]
+pp = 2
+microbatches = 8
+"""
+
+FROM_NOTHING_S, FROM_KEPT_S, WITH_TRANSFORMERS_S = 30.0, 10.0, 25.0
 """On two cores that do nothing else."""
 SILENT_S = 2.0
 
@@ -55,14 +75,51 @@ def until(config: Path, folder: Path, start: str, *more: str) -> tuple[Lines, st
 
 @pytest.mark.slow
 @pytest.mark.quiet
-def test_the_first_step_comes_soon_and_is_not_silent(tmp_path: Path) -> None:
-    for most_s in (FROM_NOTHING_S, FROM_KEPT_S):
-        lines, _, _ = until(EXAMPLE, tmp_path, "first step: ", "--no-resume")
+@pytest.mark.parametrize(
+    ("settings", "most_s"),
+    [("", (FROM_NOTHING_S, FROM_KEPT_S)), (LLAMA, (None, WITH_TRANSFORMERS_S))],
+    ids=["gpt", "transformers"],
+)
+def test_the_first_step_comes_soon_and_is_not_silent(
+    settings: str, most_s: tuple[float | None, float], tmp_path: Path
+) -> None:
+    config = EXAMPLE
+    if settings:
+        config = tmp_path / "settings.toml"
+        config.write_text(settings, encoding="utf-8")
+    for most in most_s:
+        lines, _, _ = until(config, tmp_path, "first step: ", "--no-resume")
         said = "\n".join(f"{at_s:6.1f} {line}" for at_s, line in lines)
-        assert lines[-1][0] <= most_s, said
+        assert most is None or lines[-1][0] <= most, said
         assert max(after - before for (before, _), (after, _) in pairwise([(0.0, ""), *lines])) <= SILENT_S, (
             said
         )
+
+
+LOOK = """
+    import sys
+    from stretto.config import load_settings
+    from stretto.train.launch import _check, refuse_early
+    from stretto.train.progress import Progress
+
+    settings = load_settings(*sys.argv[1:2], sys.argv[2:])
+    refuse_early(settings)
+    _check(settings, Progress(False))
+    compilers = ("torch._dynamo", "torch._inductor", "torch.onnx")
+    print(sorted(name for name in sys.modules if name.startswith(compilers)))
+"""
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_the_launcher_loads_no_compiler(axis: str, tmp_path: Path) -> None:
+    config = write_settings(tmp_path, pp=1, model="vocab_size = 302")
+    looked = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOOK), str(config), f"parallel.{axis}=2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (looked.stdout, looked.stderr) == ("[]\n", "")
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
 
 
 PHASES: dict[str, Callable[[Path], bool]] = {
-    "the start": lambda run: bool(ranks_of(run.with_suffix(".toml"))),
+    "the start": lambda run: 1 in ranks_of(run.with_suffix(".toml")),  # the one that is signalled
     "the steps": lambda run: (run / "metrics.jsonl").exists() and len(steps_of(run)) > EVERY,
     "a checkpoint": lambda run: any((run / "checkpoints").glob("*.tmp")),
     "the report": lambda run: (run / "summary.json").exists(),

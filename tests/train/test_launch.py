@@ -22,11 +22,12 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
-from stretto.train import launch, world
+from stretto.train import launch, preload, world
 from stretto.train.failure import Cause, RankFailure, failure_of, record_failure, recorded_failures
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import layout_of_run
 from stretto.train.launch import explain
+from stretto.train.preload import threads
 from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
 from stretto.train.world import World, check_graph, check_kinds, device_for, device_note, join, what_to_check
@@ -271,7 +272,7 @@ CPU, ALONE = torch.device("cpu"), World()
 def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with two of them, with one whose driver PyTorch does not see, or one of another kind."""
     what = request.param
-    monkeypatch.setattr(world, "DEVICES", tmp_path)
+    monkeypatch.setattr(preload, "DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: what == "two")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: what == "xpu")
@@ -339,10 +340,10 @@ def test_there_are_as_many_ranks_as_the_layout_needs(
 def test_the_environment_names_the_rank_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert [world.threads(None, n) for n in (1, 3, 16)] == [8, 2, 1]
-    assert world.threads(5, 2) == 5
+    assert [threads(None, n) for n in (1, 3, 16)] == [8, 2, 1]
+    assert threads(5, 2) == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert world.threads(None, 1) == 3
+    assert threads(None, 1) == 3
     assert world.crowding(4, 2) is None
     assert "8 ranks of 2 threads share 8 cores" in str(world.crowding(8, 2))
     monkeypatch.setenv("RANK", "one")

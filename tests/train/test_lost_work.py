@@ -29,6 +29,7 @@ from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
+from stretto.train import launch
 from stretto.train.checkpoint import load_model
 from stretto.train.lock import LOCK, OWNER, folders_of, locked
 from stretto.train.optimizer import make_optimizer
@@ -127,6 +128,18 @@ def test_a_finished_run_stays_as_it_is(
     again(f"training.steps={steps}")
     assert content(run_dir) == before
     assert f"{run_dir} stays as it is" in capsys.readouterr().out
+
+
+def test_a_launcher_starts_no_rank_for_a_finished_run(
+    done: tuple[Path, Path], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(run_dir)
+    changes = [f"output.run_dir={run_dir}", "parallel.pp=2"]
+    assert launch.start(load_settings(done[0], changes), ["no such command"]) == 0
+    assert content(run_dir) == before
+    assert f"{run_dir} stays as it is" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"model.layers = 4, but the checkpoint .* with model.layers = 2"):
+        launch.start(load_settings(done[0], [*changes, "model.layers=4"]), ["no such command"])
 
 
 def test_going_on_keeps_what_was_measured_before(run_dir: Path, again: Callable[..., None]) -> None:

@@ -21,6 +21,7 @@ import stretto
 from stretto.config import load_settings
 from stretto.ir.program import Job
 from stretto.simulating import predict
+from stretto.train.failure import named_rank
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -193,19 +194,16 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def ranks_of(config: Path) -> dict[int, int]:
-    """rank -> process id, of the ranks that are training with this settings file."""
+    """rank -> process id, of our launcher's ranks that are training with this settings file."""
     found: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            if str(config).encode() not in command:
-                continue
-            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        for variable in variables:
-            if variable.startswith(b"RANK="):
-                found[int(variable.removeprefix(b"RANK="))] = int(folder.name)
+        rank = named_rank(folder)
+        if rank is not None and str(config).encode() in command:
+            found[rank] = int(folder.name)
     return found

@@ -96,7 +96,7 @@ def make(
 
     from stretto.order.policies import policy_of
     from stretto.train.job import device_of, kept_by, trained
-    from stretto.train.world import threads
+    from stretto.train.preload import threads
 
     # As in training: the measured times are those of as many threads.
     torch.set_num_threads(threads(settings.training.threads_per_rank, settings.parallel.world))

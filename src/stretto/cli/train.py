@@ -6,6 +6,7 @@ checkpoint as safetensors. Thin.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ import stretto
 from stretto.cli.common import RENEW, Changes, Config, Fresh, command
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train.export import export as write
-from stretto.train.failure import watch_launcher
+from stretto.train.failure import PRELOAD, watch_launcher
+from stretto.train.preload import become_rank, preloaded
 from stretto.train.progress import Progress
 
 
@@ -45,6 +46,8 @@ def train(
     fresh: Fresh = False,
 ) -> None:
     """Train a model as a settings file describes, on all ranks of this machine or as a rank of torchrun's."""
+    if PRELOAD in os.environ:
+        become_rank()
     watch_launcher()
     progress = Progress(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
@@ -55,9 +58,13 @@ def train(
     if steps is not None:
         overrides.append(f"training.steps={steps}")
 
+    command = [sys.executable, "-m", "stretto", "train", str(config)]
+    for override in overrides:
+        command += ["--set", override]
     with progress:
         settings = load_settings(config, overrides, progress.begin)
-        progress.begin("loading PyTorch")
+        if "torch" not in sys.modules:
+            progress.begin("loading PyTorch")
         if resume:
             from stretto.train.checkpoint_files import latest_in
 
@@ -66,12 +73,12 @@ def train(
                     f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without it "
                     "the run starts at its first step"
                 )
-        from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
+        with preloaded(settings, command) as ranks:
+            gc.disable()  # nothing that is imported is garbage
+            from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
-        command = [sys.executable, "-m", "stretto", "train", str(config)]
-        for override in overrides:
-            command += ["--set", override]
-        status = start(settings, command, progress)
+            gc.enable()
+            status = start(settings, command, progress, ranks)
         sys.stdout.flush()
         if status:
             raise typer.Exit(status)
@@ -122,5 +129,7 @@ def export(
 ) -> None:
     """Write a checkpoint as config.json, model.safetensors and (of text) tokenizer.json, for other tools to
     read."""
+    from stretto.train.export import export as write
+
     written = write(checkpoint, output, task)
     typer.echo(f"wrote {written} as safetensors into {output}")

@@ -28,10 +28,17 @@ from stretto.processor.quota import products_on, quota_share
 Calls = Callable[[], Any]
 """Begins, computes or waits."""
 
+Meet = Callable[[float], float]
+"""Brings the ranks together, and gives the most that one of them says, the same number on all."""
+
 FLIGHT_S = 0.1
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
 
 MOST_COLLECTIVES = 64
+
+FIRST_COLLECTIVES = 8
+"""In flight in the first measurement, at most: it shows how long one takes beside compute. On cores that
+others share that is up to ten times as long as alone. Assumed."""
 
 ALONE_S = 0.05
 """Length of the compute that is timed alone, before and after. Assumed: tens of products; both together are
@@ -54,11 +61,10 @@ class Loss:
     start_us: float = 0.0
 
 
-def compute_loss(start: Calls, alone_us: float, meet: Calls, device: torch.device) -> Loss:
+def compute_loss(start: Calls, alone_us: float, meet: Meet, device: torch.device) -> Loss:
     """What this rank's compute loses to a collective, or to whatever else is under way. start: begins the
     collective and returns its handle, which has `wait()`; alone_us: how long it takes from that call on when
-    nothing else runs, the same number on all ranks; meet: brings the ranks together. What a wait has left to
-    do is left out."""
+    nothing else runs, the same number on all ranks. What a wait has left to do is left out."""
     longer = UNDER_QUOTA if quota_share() < 1.0 else 1.0
     count = repeats(alone_us, longer * FLIGHT_S * 1e6, 2, MOST_COLLECTIVES)
     product = products_on(device)
@@ -68,11 +74,13 @@ def compute_loss(start: Calls, alone_us: float, meet: Calls, device: torch.devic
             return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
         lost: list[tuple[float, float]] = []
         before = _alone(product, meet, longer * ALONE_S)
+        count = min(count, FIRST_COLLECTIVES)
         for _ in range(REPEATS):
             flight = _flight(start, count, product, meet)
+            one_us = max(alone_us, meet(flight.clock_us / count))
             after = _alone(product, meet, longer * ALONE_S)
             lost.append(_lost(flight, count, before, after))
-            before = after
+            before, count = after, repeats(one_us, longer * FLIGHT_S * 1e6, 2, MOST_COLLECTIVES)
         loss_us, start_us = map(statistics.median, zip(*lost, strict=True))
         return Loss(max(0.0, loss_us), 0.0, start_us)
 
@@ -98,14 +106,14 @@ def _lost(flight: _Stretch, collectives: int, before: _Stretch, after: _Stretch)
     return (took_us - flight.products * clock_us / products) / collectives - calls_us, calls_us
 
 
-def _flight(start: Calls, count: int, product: Calls, meet: Calls) -> _Stretch:
+def _flight(start: Calls, count: int, product: Calls, meet: Meet) -> _Stretch:
     """Work for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo shows its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
     with ThreadPoolExecutor(max_workers=1) as waiter:
         waited = -waiter.submit(time.thread_time_ns).result()
         with lanes_first():
-            meet()
+            meet(0.0)
             begin, process = time.perf_counter_ns(), time.process_time_ns()
             asking = calling = products = 0
             for _ in range(count):
@@ -125,8 +133,8 @@ def _flight(start: Calls, count: int, product: Calls, meet: Calls) -> _Stretch:
     return _Stretch(products, (took - left_out) / 1e3, (mine - left_out) / 1e3, calling / 1e3)
 
 
-def _alone(product: Calls, meet: Calls, seconds: float) -> _Stretch:
-    meet()
+def _alone(product: Calls, meet: Meet, seconds: float) -> _Stretch:
+    meet(0.0)
     with lanes_first():
         product()
         begin, process = time.perf_counter_ns(), time.process_time_ns()
@@ -139,10 +147,10 @@ def _alone(product: Calls, meet: Calls, seconds: float) -> _Stretch:
 
 
 def _slowdown(
-    start: Calls, count: int, alone_us: float, compute: Calls, meet: Calls, device: torch.device
+    start: Calls, count: int, alone_us: float, compute: Calls, meet: Meet, device: torch.device
 ) -> float:
     def timed(products: int, collectives: int) -> float:
-        meet()
+        meet(0.0)
         torch.cuda.synchronize(device)
         begin = time.perf_counter_ns()
         works = [start() for _ in range(collectives)]

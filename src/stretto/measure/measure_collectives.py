@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -64,14 +65,12 @@ def agree_median(value: float) -> float:
     return float(statistics.median(gather_all(value)))
 
 
-def meet(device: torch.device) -> None:
-    """Bring all ranks together."""
-    if device.type == "cuda":
-        # A barrier of its own would pick a device by rank; the sum of one number keeps to this one.
-        dist.all_reduce(torch.zeros(1, device=device))
-        torch.cuda.synchronize(device)
-    else:
-        dist.barrier()
+def meet(device: torch.device, value: float = 0.0) -> float:
+    """Bring all ranks together; the most of their values."""
+    # No barrier, which would pick a device by rank.
+    most = torch.tensor([value], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
 def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float) -> tuple[float, float]:
@@ -257,7 +256,7 @@ def _measure(
             wait_us, finish_us = timed_end(start, result, alone_us)
             waits.append((nbytes, wait_us))
             finishes.append((nbytes, finish_us))
-        loss = compute_loss(start, alone_us, lambda: meet(device), device)
+        loss = compute_loss(start, alone_us, partial(meet, device), device)
         losses.append((nbytes, agree_median(loss.processor_us)))
         if device.type == "cpu":
             starts.append((nbytes, agree_median(loss.start_us)))

@@ -134,14 +134,17 @@ def _sent(
 def _between_ranks(
     jobs: Sequence[Job], schedules: Sequence[Schedule], mesh: Mesh, device: torch.device, say: Say
 ) -> _Communication:
-    say("measuring messages")
-    pairs = {
+    ends = {
         (schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target])
         for job, schedule in zip(jobs, schedules, strict=True)
         for edge in job.edges
     }
+    pairs = sorted((sender, receiver) for sender, receiver in ends if sender != receiver)
+    dist.barrier()  # until then other ranks measure their ops
+    if pairs:
+        say("measuring messages")
     links: dict[tuple[int, int], list[Link]] = defaultdict(list)
-    for some in gather_all(measure_links([(a, b) for a, b in sorted(pairs) if a != b], device, mesh)):
+    for some in gather_all(measure_links(pairs, device, mesh)):
         for pair, one in some.items():
             links[pair].append(one.link)
     typical = {pair: typical_link(links[pair]) for pair in sorted(links)}

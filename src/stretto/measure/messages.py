@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -171,14 +170,17 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     losses: list[tuple[int, float]] = []
     for nbytes in STREAMED_BYTES:
         alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
-        alone_us = float(torch.tensor(alone_us))  # as the peer gets it: both repeat equally often
         out, into = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
 
         def start(out: torch.Tensor = out, into: torch.Tensor = into) -> Exchange:
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), partial(_swap, 0.0, peer), device)
+        def meet(us: float) -> float:
+            mine = float(torch.tensor(us))  # as the peer gets it: both repeat equally often
+            return max(mine, _swap(mine, peer))
+
+        result = compute_loss(start, meet(alone_us), meet, device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
         loss_us = (result.processor_us + result.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))

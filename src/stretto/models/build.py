@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
@@ -124,6 +125,30 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             raise UsageError(f"model.config: {name} cannot be built from it: {error}") from error
     assert isinstance(model, nn.Module)
     return model.train()
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Modules that are made within are on "meta", with shapes and no values."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws nothing into tensors that have no values: PyTorch would load its compiler to do so."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        filled = args[0] if args else named.get("tensor")
+        draws = func in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__
+        if draws and isinstance(filled, Tensor) and filled.is_meta:
+            return filled
+        return func(*args, **named)
+
+
+_DRAWS = (Tensor.normal_, Tensor.uniform_)
 
 
 @contextmanager

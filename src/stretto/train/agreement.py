@@ -6,8 +6,7 @@ on different things, and no loss shows it; or write parts of a checkpoint onto t
     1. Rank 0 locks the run's folders, and puts back what a killed run was about to replace.
     2. Every rank gathers what it is about to train: settings, tokens, the checkpoint that it goes on from, or
        why there is none. All come to one verdict, and refuse with the same words.
-    3. The checkpoint must fit the settings: some must be equal, others are only reported.
-    4. Rank 0 leaves a file in the folder of checkpoints, and every rank looks for it.
+    3. Rank 0 leaves a file in the folder of checkpoints, and every rank looks for it.
 
 Uses the process group; no Runner is there yet.
 """
@@ -27,7 +26,8 @@ from stretto.files.whole_file import saving
 from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
 from stretto.saving.folder import PROBE, look, refuse_apart, write_probe
-from stretto.train.checkpoint_files import CheckpointState, put_back, read_kept
+from stretto.train.checkpoint_files import put_back
+from stretto.train.going_on import Checkpoint
 from stretto.train.lock import folders_of, locked
 from stretto.train.task import Task
 from stretto.train.world import World
@@ -38,14 +38,6 @@ OWN = (
 )
 """Settings that each machine may have to itself: where things are, and how fast it computes. What is read
 there is compared instead."""
-UNREPORTED = (
-    *("name", "checkpoint", "output", "parallel", "planning"),
-    *("training.steps", "training.threads_per_rank"),
-)
-"""What may change from run to run without changing what is learned, or is changed on purpose to go on."""
-
-Checkpoint = tuple[CheckpointState, Path]
-"""Its state, and where it is."""
 
 
 def take_folders(world: World, settings: TrainSettings, locks: ExitStack) -> None:
@@ -131,40 +123,8 @@ def _aim(view: RankView) -> str:
     return f"goes on from {view.folder}/{name}, after step {step}"
 
 
-def check_compatible(
-    state: CheckpointState, checkpoint: Path, settings: TrainSettings, task: Task
-) -> list[str]:
-    """Step 3: lines about settings that differ from the checkpoint's and change how training goes on.
-
-    Raises UsageError, with the key, for one that makes another model of it, and when the data is
-    another (text has other tokens) or the checkpoint does not have its digest.
-    """
-    then = dict(flat(state.settings))
-    now = dict(flat(settings.model_dump(mode="json")))
-    differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    for key in differing:
-        if key.startswith(("model.", "task.config")):
-            raise UsageError(
-                f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
-                f"{then.get(key)!r}: set it back, or start again with --no-resume"
-            )
-    name, content = task.kept
-    if read_kept(checkpoint, name) != content:
-        data = [key for key in differing if key.startswith("data.")]
-        what = f"{data[0]} differs" if data else f"{task.source} has changed"
-        raise UsageError(
-            f"{what}, so that the {task.unit} are others than those of the checkpoint {checkpoint}: set it "
-            "back, or start again with --no-resume"
-        )
-    return [
-        f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"
-        for key in differing
-        if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)
-    ]
-
-
 def check_shared(world: World, folder: Path) -> None:
-    """Step 4; every rank must call it. Raises the same StrettoError on all ranks."""
+    """Step 3; every rank must call it. Raises the same StrettoError on all ranks."""
     if world.size == 1:
         return
 

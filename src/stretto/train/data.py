@@ -40,6 +40,7 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
 from stretto.files.whole_file import saving
 from stretto.train import text as bpe
+from stretto.train.encode import count, encode, token_dtype
 from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
@@ -77,21 +78,24 @@ class TextData:
     @property
     def vocab_size(self) -> int:
         """How many tokens there are; little text gives fewer than were asked for."""
-        return bpe.count(self.tokenizer)
+        return count(self.tokenizer)
 
 
-def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None = None) -> TextData:
+def prepare_data(
+    settings: DataSettings, say: Say, given: GivenTokenizer | None = None, begin: Say = silent
+) -> TextData:
     """The data that the settings describe; the first time, its text is made into tokens, which is kept.
 
     given: the tokenizer, where none is to be learned. Safe to call from every rank at once: one does the
-    work, and the others wait. `say` takes lines of progress and notices. Raises UsageError for text that
-    cannot be read or is too short, and StrettoError when the disk is full.
+    work, and the others wait. `say` takes notices, and `begin` what takes long, before it begins. Raises
+    UsageError for text that cannot be read or is too short, and StrettoError when the disk is full.
     """
+    begin("looking at the text and its tokens")
     files = find_files(settings.paths)
     folder = built_folder(
         Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else cache_dir(),
         _cache_key(files, settings, given),
-        lambda folder: _build(folder, files, settings, given, say),
+        lambda folder: _build(folder, files, settings, given, say, begin),
         say,
     )
     train = np.load(folder / "train.npy", mmap_mode="r")
@@ -128,11 +132,16 @@ def _cache_key(files: Sequence[TextFile], settings: DataSettings, given: GivenTo
 
 
 def _build(
-    folder: Path, files: Sequence[TextFile], settings: DataSettings, given: GivenTokenizer | None, say: Say
+    folder: Path,
+    files: Sequence[TextFile],
+    settings: DataSettings,
+    given: GivenTokenizer | None,
+    say: Say,
+    begin: Say,
 ) -> None:
     """Steps 3 to 6: write tokenizer.json, train.npy, held_out.npy and summary.json into `folder`."""
     fraction = settings.held_out_fraction
-    say(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
+    begin(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
     lengths = [len(text) for text in documents(files, settings.text_field, say)]
     chars = sum(lengths)
     if not chars:
@@ -150,10 +159,12 @@ def _build(
 
     train_chars = round(chars * (1 - fraction))
     if given is None:
-        say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
+        some = min(bpe.SAMPLE_CHARS, train_chars)
+        begin(f"learning {settings.vocab_size:,} tokens from {some / 1e6:.1f} MB of the text")
         learned = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
         given = GivenTokenizer(learned)
     tokenizer = given.tokenizer
+    begin(f"making tokens of the text, {chars / 1e6:.1f} MB")
     train = _write_tokens(folder / "train.npy", given, side(held_out=False))
     held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True))
     if not len(train) or not len(held_out):
@@ -161,7 +172,7 @@ def _build(
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     summary = {
         "documents": len(lengths),
-        "unigram_entropy_nats": unigram_entropy(train, held_out, bpe.count(tokenizer)),
+        "unigram_entropy_nats": unigram_entropy(train, held_out, count(tokenizer)),
     }
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
@@ -186,18 +197,18 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
 
 def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str]) -> Tokens:
     """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
-    dtype = bpe.token_dtype(bpe.count(given.tokenizer))
-    count = 0
+    dtype = token_dtype(count(given.tokenizer))
+    written = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
-        for ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
+        for ids in encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
-            count += len(ids)
+            written += len(ids)
         # NumPy pads headers so that the first dim can grow in its line.
         file.seek(0)
-        np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
-    if count == 0:
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": (written,)})
+    if written == 0:
         return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
     tokens: Tokens = np.load(path, mmap_mode="r")
     return tokens

@@ -31,6 +31,9 @@ from stretto.train.interrupt import Interrupted
 
 LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
 """Environment variable: our own launcher's process, for the ranks that it started."""
+PRELOAD = "STRETTO_PRELOAD"
+"""Environment variable: of the process that our launcher's ranks are forks of (`stretto.train.preload`), the
+socket to it."""
 RECORDS_DIR = "STRETTO_RECORDS_DIR"
 """Environment variable: where these ranks record phase and failure."""
 
@@ -40,6 +43,8 @@ minute."""
 WATCH_S = 1.0
 """How often they look at each other."""
 PROC = Path("/proc")
+NAME = "rank"
+"""With its number, the name of a rank's process, as `top` and `ps -o comm` show it."""
 
 _phase = [""]
 
@@ -50,14 +55,15 @@ def is_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether that launcher was our own (`stretto.train.launch`), which prints for its ranks."""
-    return is_worker() and LAUNCHER_PID in os.environ
+    """Whether that launcher was our own (`stretto.train.launch`), which prints for its ranks, and for the
+    process that they are forks of."""
+    return PRELOAD in os.environ or (is_worker() and LAUNCHER_PID in os.environ)
 
 
 def enter_phase(phase: str) -> None:
     """What this process does from now on, in words, for anyone who must explain where it was lost."""
     _phase[0] = phase
-    if is_launched() and RECORDS_DIR in os.environ:
+    if is_worker() and is_launched() and RECORDS_DIR in os.environ:
         with suppress(OSError):
             path = Path(os.environ[RECORDS_DIR]) / f"phase-{os.environ['RANK']}"
             path.write_text(phase, encoding="utf-8")
@@ -178,16 +184,24 @@ def process_state(pid: int) -> tuple[str, int] | None:
     return None
 
 
+def named_rank(folder: Path) -> int | None:
+    """The rank that a process is by its name (`watch_launcher`). folder: its own in /proc."""
+    with suppress(OSError):
+        word, _, number = (folder / "comm").read_text(encoding="utf-8", errors="replace").partition(" ")
+        if word == NAME and number.strip().isdigit():
+            return int(number)
+    return None
+
+
 def stopped_ranks(launcher: int) -> dict[int, int]:
     """rank -> process id, of the launcher's ranks that are stopped."""
     ranks: dict[int, int] = {}
     with suppress(OSError):
         for folder in PROC.iterdir():
             if folder.name.isdigit() and process_state(int(folder.name)) == ("T", launcher):
-                with suppress(OSError):
-                    for variable in (folder / "environ").read_bytes().split(b"\0"):
-                        if variable.startswith(b"RANK="):
-                            ranks[int(variable.removeprefix(b"RANK="))] = int(folder.name)
+                rank = named_rank(folder)
+                if rank is not None:
+                    ranks[rank] = int(folder.name)
     return ranks
 
 
@@ -218,9 +232,12 @@ def watching_ranks(folder: Path) -> Iterator[None]:
 
 
 def watch_launcher() -> None:
-    """Step 2, by a thread of a rank that a launcher of ours started, to the rank's end."""
+    """Step 2, by a thread of a rank that a launcher of ours started, to the rank's end. The rank's process is
+    named, for the launcher and the user."""
     launcher = os.environ.get(LAUNCHER_PID, "")
     if launcher.isdigit():
+        with suppress(OSError):
+            (PROC / "self" / "comm").write_text(f"{NAME} {os.environ['RANK']}", encoding="utf-8")
         args = (int(launcher),)
         threading.Thread(target=_watch_launcher, args=args, name="launcher watch", daemon=True).start()
 

@@ -20,6 +20,7 @@ from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
+from stretto.files.say import Say, silent
 from stretto.files.typed_file import to_line
 from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.metrics import Observed
@@ -57,9 +58,11 @@ class Evaluation:
         steps: int | None = None,
         search_s: float | None = None,
         kept: Kept | None = None,
+        say: Say = silent,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with. order, steps, search_s, kept: as in `stretto.plan`, for its forwards.
+        captured with. order, steps, search_s, kept: as in `stretto.plan`, for its forwards. say: takes lines
+        of what is being done.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
@@ -67,6 +70,7 @@ class Evaluation:
         trained = runner.plan.job
         degree = trained.chunks if parallel.ampipe_degree == "auto" else None
         layout = layout_of(model, parallel, tp_plan, degree)
+        say("capturing its forward")
         with _CAPTURING:
             job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
@@ -78,10 +82,12 @@ class Evaluation:
         rest = replace(rest, collectives=_collectives(job, rest))
 
         def measured() -> Costs:
+            say("measuring its ops")
             mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
             return replace(rest, op_us=merged(runner.transport.all_gather(dict(mine.op_us))))
 
         def planned() -> Plan:
+            say("planning")
             return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)
 
         of = {"job": job_text(job), "schedule": to_line(schedule, CODEC)}

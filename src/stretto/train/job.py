@@ -19,10 +19,9 @@ from stretto.errors import UsageError
 from stretto.files.kept import Kept, cache_dir
 from stretto.files.say import Say, silent
 from stretto.ir.plan import Plan
-from stretto.models.build import build_model, counted_loss_function, hollow
+from stretto.models.build import build_model, counted_loss_function, hollow, shapes_alone
 from stretto.models.weight_files import weights_folder, weights_of
 from stretto.parallelize.layout import RankLayout, layout_of
-from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.task import Task, check_files, own_task
 
@@ -99,7 +98,7 @@ def refuse_early(settings: TrainSettings) -> None:
         with hollow():
             model = of.model()
         weights_of(model, weights_folder(settings.model.pretrained))
-    with without_values():
+    with shapes_alone():
         model = of.model()
         if not plain:
             layout_of_run(model, settings, silent)

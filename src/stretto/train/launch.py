@@ -4,6 +4,7 @@ ends, it ends with one message and the right status.
     1. What can be wrong with settings, text or model is refused before any process is started; what needs no
        text, first.
     2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
+       Where the system can do it, they are forks of a process that has imported what they need (`preload`).
     3. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
        signal, else the earliest failure counts that is not about another rank.
 
@@ -31,9 +32,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stretto.config import TrainSettings
+from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.errors import UsageError
-from stretto.files.say import Say
+from stretto.models.build import shapes_alone
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -47,11 +48,14 @@ from stretto.train.failure import (
     recorded_failures,
     watching_ranks,
 )
+from stretto.train.going_on import check_compatible, find_checkpoint, finished_words, is_finished
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
+from stretto.train.launch_adapter import forking
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
+from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
-from stretto.train.task import task_of
+from stretto.train.task import Task, task_of
 from stretto.train.world import (
     World,
     check_graph,
@@ -61,7 +65,6 @@ from stretto.train.world import (
     device_note,
     environment,
     join,
-    threads,
 )
 
 if TYPE_CHECKING:
@@ -72,10 +75,16 @@ RANKS_STUCK_S = 40.0
 They have `STUCK_S` from when they get it, and torchrun's launcher kills those left after 30 s."""
 
 
-def start(settings: TrainSettings, command: Sequence[str], progress: Progress | None = None) -> int:
+def start(
+    settings: TrainSettings,
+    command: Sequence[str],
+    progress: Progress | None = None,
+    preloaded: Preloaded | None = None,
+) -> int:
     """Train: as a rank if a launcher started this process, else with all ranks on this machine.
 
     command: the program and arguments that a rank is started with. progress: shows the run until rank 0 does.
+    preloaded: a process of which ranks can be forks.
     Returns the exit status. Raises StrettoError and its kin for what is refused before ranks are started, or
     by a single rank.
     """
@@ -99,34 +108,44 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
 
     with Interrupts(stuck) as interrupts, progress:
         try:
-            progress.begin("looking at settings, data and model")
+            transformers = isinstance(settings.model, HuggingFaceSettings) and settings.task is None
+            progress.begin("looking at the model" + (", with transformers" if transformers else ""))
             refuse_early(settings)
-            _check(settings, progress.say)
+            task = _check(settings, progress)
+            if (start := find_checkpoint(settings)) is not None and is_finished(settings, start):
+                for line in check_compatible(*start, settings, task):
+                    progress.say(f"note: {line}")
+                progress.say(finished_words(settings))
+                return 0
             interrupts.stuck_s = RANKS_STUCK_S
             progress.begin(f"starting {settings.parallel.world} ranks")
+            if preloaded is not None and not preloaded.wait():
+                preloaded = None
             progress.stop()  # rank 0 shows the rest
-            return _launch(settings, command, progress.started_at_s)
+            with forking(preloaded):
+                return _launch(settings, command, progress.started_at_s)
         except Interrupted as error:
             progress.stop()
             print("stretto: interrupted before the first step", file=sys.stderr)
             return error.status
 
 
-def _check(settings: TrainSettings, say: Say) -> None:
+def _check(settings: TrainSettings, progress: Progress) -> Task:
     """Step 1: make the tokens, which every rank then finds ready, and for which the model must have room."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-    task = task_of(settings, say)
-    with torch.device("meta"):
+    task = task_of(settings, progress.say, progress.begin)
+    with shapes_alone():
         task.model()
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))
     for note in notes:
         if note is not None:
-            say(f"note: {note}")
+            progress.say(f"note: {note}")
+    return task
 
 
 def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:

@@ -164,15 +164,6 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
 # Files.
 
 
-def is_finished(run_dir: Path, steps: int) -> bool:
-    """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
-    try:
-        summary = parse_json((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        return int(summary["steps"]) >= steps
-    except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
-        return False
-
-
 def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str], None]) -> None:
     """What an earlier run left in the folders of this one is kept apart, by rank 0. goes_on: from one of its
     checkpoints. Raises StrettoError."""

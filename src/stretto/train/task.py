@@ -23,7 +23,7 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.config import TaskSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError, near_path
-from stretto.files.say import Say
+from stretto.files.say import Say, silent
 from stretto.ir.stage_maps import is_own
 from stretto.models.build import build_model, counted_loss_function, hollow
 from stretto.models.gpt import generate
@@ -165,15 +165,19 @@ def _in_words(error: BaseException) -> str:
 # Text.
 
 
-def task_of(settings: TrainSettings, say: Say) -> Task:
-    """What the settings say to train: text, or a task of your own. `say` takes lines of progress.
+def task_of(settings: TrainSettings, say: Say, begin: Say = silent) -> Task:
+    """What the settings say to train: text, or a task of your own. `say` takes notices, `begin` what takes
+    long, before it begins.
 
     Raises UsageError for text that cannot be read, and for a file that gives no task.
     """
     check_files(settings)
     if settings.task is not None:
+        begin(f"making the task of {settings.task.file}")
         return own_task(settings.task, settings.training.seed)
-    return text_task(settings, prepare_data(settings.data, say, given_tokenizer(settings.model)))
+    if settings.model.pretrained is not None:
+        begin("reading the model's tokenizer")
+    return text_task(settings, prepare_data(settings.data, say, given_tokenizer(settings.model), begin))
 
 
 def text_task(settings: TrainSettings, data: TextData) -> Task:

@@ -9,14 +9,13 @@ decoded exactly. One that is given comes from the files beside a pretrained mode
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stretto.config import HuggingFaceSettings, Model
@@ -26,6 +25,7 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say
 from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint_files import TOKENIZER
+from stretto.train.encode import count
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Folders of compiled or of installed code: the same text would come in or not by what is installed."""
@@ -36,10 +36,6 @@ SAMPLE_CHARS = 6_000_000
 learned from all of it instead, they make 0.7 % fewer tokens of it, and take five times as long to learn."""
 SAMPLE_BLOCK_CHARS = 16_384
 """A sample is made of blocks of this size, taken evenly from the text."""
-PIECE_CHARS = 131_072
-"""Long documents are encoded in pieces of about this size, cut at a line's end, for threads to share."""
-GROUP_CHARS = 4_000_000
-"""Pieces are encoded in groups of about this size: enough for every thread, and little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +83,12 @@ def find_files(paths: Sequence[str]) -> list[TextFile]:
 
 
 def _walk(folder: Path, suffix: str = "") -> list[Path]:
-    files = [
-        path
-        for path in folder.rglob(f"*{suffix}")
-        if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    ]
-    return sorted(files, key=lambda path: path.relative_to(folder).parts)
+    found: list[Path] = []
+    for where, folders, names in os.walk(folder):  # into no folder that is skipped
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
+        here = Path(where)
+        found += [here / name for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(filter(Path.is_file, found), key=lambda path: path.relative_to(folder).parts)
 
 
 def _entry(path: Path, named: bool) -> TextFile:
@@ -230,56 +225,6 @@ def _plain_text_only(tokenizer: Tokenizer) -> Tokenizer:
     # A text that happens to have END_OF_TEXT's own letters is text like any other. Not kept by `to_str`.
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-def count(tokenizer: Tokenizer) -> int:
-    """Rows that an embedding needs for its tokens, whose numbers may have gaps."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type that fits every token id."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about PIECE_CHARS, cut after a line's end where there is one."""
-    start = 0
-    while len(text) - start > PIECE_CHARS:
-        cut = text.rfind("\n", start, start + PIECE_CHARS) + 1
-        end = cut if cut > start else start + PIECE_CHARS
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
-def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int], end: int
-) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-    """Token ids of full documents, in groups, each with `begin` before it and `end` behind, on all cores
-    (`RAYON_NUM_THREADS` limits them). Where a long document is cut, a tokenizer that looks further than a
-    line makes a few other tokens."""
-    dtype = token_dtype(count(tokenizer))
-
-    def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:
-        encodings = tokenizer.encode_batch_fast([piece for piece, _, _ in group], add_special_tokens=False)
-        ids: list[int] = []
-        for (_, begins, ends), encoding in zip(group, encodings, strict=True):
-            ids += [*(begin if begins else ()), *encoding.ids, *((end,) if ends else ())]
-        return np.array(ids, dtype=dtype)
-
-    group: list[tuple[str, bool, bool]] = []  # piece, whether its document begins and ends with it
-    chars = 0
-    for text in texts:
-        cut = [*pieces(text)]
-        for number, piece in enumerate(cut):
-            group.append((piece, number == 0, number == len(cut) - 1))
-            chars += len(piece)
-            if chars >= GROUP_CHARS:
-                yield ids_of(group)
-                group, chars = [], 0
-    if group:
-        yield ids_of(group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from stretto.capturing import capture
@@ -37,16 +36,17 @@ from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.saving import face
 from stretto.train import checkpoint
-from stretto.train.agreement import (
-    Checkpoint,
-    agreed_checkpoint,
-    check_compatible,
-    check_shared,
-    take_folders,
-)
-from stretto.train.checkpoint_files import CheckpointState, find, latest_in, read_state
+from stretto.train.agreement import agreed_checkpoint, check_shared, take_folders
+from stretto.train.checkpoint_files import CheckpointState, latest_in
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
+from stretto.train.going_on import (
+    Checkpoint,
+    check_compatible,
+    find_checkpoint,
+    finished_words,
+    is_finished,
+)
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.optimizer import learning_rate, make_optimizer
@@ -57,7 +57,6 @@ from stretto.train.results import (
     Results,
     begin_run,
     finish,
-    is_finished,
     observed_line,
     set_earlier_aside,
     speed_line,
@@ -129,20 +128,16 @@ class Trainer:
         note = device_note(settings.training.device, self.world)
         if note is not None and not is_launched():  # the launcher has printed it
             say(f"note: {note}")
-        begin("looking at data and checkpoints")
+        begin("looking at the run's folders")
         take_folders(self.world, settings, self._locks)
         # The launcher has prepared it, and printed so.
-        task = task_of(settings, silent if is_launched() else say)
-        start = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
+        task = task_of(settings, silent if is_launched() else say, begin)
+        start = agreed_checkpoint(self.world, settings, task, partial(find_checkpoint, settings))
         if start is not None:
             for line in check_compatible(*start, settings, task):
                 say(f"note: {line}")
         if self._is_finished(start):
-            say(
-                f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
-                "training.steps higher to go on, start again with --no-resume, which keeps what is there, or "
-                "set output.run_dir to another folder"
-            )
+            say(finished_words(settings))
             return None
         check_shared(self.world, settings.checkpoint_dir)
         begin("capturing the model")
@@ -187,6 +182,7 @@ class Trainer:
                 steps=held_out_steps(settings.training),
                 search_s=settings.planning.search_s,
                 kept=None if kept is None else replace(kept, say=silent),  # printed for the training
+                say=self.progress.detail,
             )
         parameters = sum(p.numel() for p in model.parameters())
         say(
@@ -230,22 +226,8 @@ class Trainer:
         return task
 
     def _is_finished(self, start: Checkpoint | None) -> bool:
-        """Whether this very run has done all its steps and left its summary, as rank 0 sees it."""
-        settings, steps = self.settings, self.settings.training.steps
-        done = (
-            start is not None
-            and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
-            and start[0].step >= steps
-            and is_finished(settings.run_dir, steps)
-        )
-        return self.world.all_gather(done)[0]
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        resume = self.settings.checkpoint.resume
-        if resume == "never":
-            return None
-        path = latest_in(self.settings.checkpoint_dir) if resume == "auto" else find(Path(resume))
-        return None if path is None else (read_state(path), path)
+        """Whether this very run has come to its end, as rank 0 sees it."""
+        return self.world.all_gather(is_finished(self.settings, start))[0]
 
     # Step 4.
 

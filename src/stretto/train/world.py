@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,7 @@ from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.processor.control_groups import usable_cores
 from stretto.train.failure import is_worker
-
-DEVICES = Path("/dev")
-DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
-"""Makers, and the files of devices that their drivers make on Linux."""
+from stretto.train.preload import drivers
 
 JOIN_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start. Assumed: machines of one job start within minutes."""
@@ -89,9 +85,8 @@ def unused_kind() -> str:
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None:
         return f"accelerators of the kind {other.type!r}, and ranks compute on 'cuda' or processors"
-    for kind, pattern in DRIVERS.items():
-        if any(DEVICES.glob(pattern)):
-            return f"accelerators of {kind}, which this PyTorch ({torch.__version__}) does not see"
+    for kind in drivers():
+        return f"accelerators of {kind}, which this PyTorch ({torch.__version__}) does not see"
     return ""
 
 
@@ -200,13 +195,3 @@ def leave(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def threads(wanted: int | None, local_size: int) -> int:
-    """Threads for each rank: `training.threads_per_rank`, else OMP_NUM_THREADS, else cores over ranks."""
-    if wanted is not None:
-        return wanted
-    count = os.environ.get("OMP_NUM_THREADS", "")
-    if count.isdigit() and int(count) > 0:
-        return int(count)
-    return max(1, len(usable_cores()) // local_size)

@@ -1,0 +1,39 @@
+"""Where torchrun's launcher starts a process, a fork in its place. The file knows these of PyTorch (2.11 to
+2.13), and no other does:
+
+    torch.distributed.elastic.multiprocessing.api.get_subprocess_handler   what makes the handler of a rank
+    SubprocessHandler._popen                                               what starts its process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed.elastic.multiprocessing.api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from stretto.train.preload import Preloaded
+
+
+@contextmanager
+def forking(preloaded: Preloaded | None) -> Iterator[None]:
+    """While it lasts, ranks are forks of a process; None starts them as always, and so does one that is
+    gone."""
+    if preloaded is None:
+        yield
+        return
+    ranks = preloaded
+
+    class ForkHandler(SubprocessHandler):
+        def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
+            return ranks.fork(env) or super()._popen(args, env)
+
+    api: Any = torch.distributed.elastic.multiprocessing.api
+    before = api.get_subprocess_handler
+    api.get_subprocess_handler = ForkHandler
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = before
