@@ -8,7 +8,7 @@ all pipeline ranks together, the norm is made of one gradient of each tie.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from stretto.ir.axes import Sums, sums_of
@@ -135,8 +135,15 @@ def norm_faults(plan: Plan) -> Iterator[Fault]:
         of_norm: Pieces = ()
         for op in walked(plan.once(rank), made, {}):
             of_norm = of_norm if STEP_NORM not in op.writes else pieces_of(op, made)
-        for name in (one for piece in of_norm for one in piece):
-            ranks.setdefault(ties.get(name, name), []).append(rank)
+        counted = Counter(one for piece in of_norm for one in piece)
+        of_ties: dict[str, list[int]] = defaultdict(list)
+        for name in dict.fromkeys((*here, *counted)):  # of a tie, what all uses here add is one gradient
+            of_ties[ties.get(name, name)].append(counted[name])
+        for tie, times in of_ties.items():
+            ranks.setdefault(tie, []).extend([rank] * times[0])
+            if len({*times}) > 1:
+                what = f"has what uses of the parameter add {', '.join(map(str, times))} times"
+                yield Fault(rank, f"{STEP_NORM}, {GRAD}{tie}", what, fix)
     for tie, counting in ranks.items() if job.clip_norm is not None else ():
         if len(counting) != 1:
             on = f"on ranks {', '.join(map(str, counting))}" if counting else "on no rank"
@@ -226,7 +233,7 @@ def _changed(job: Job, stages: Sequence[int]) -> dict[str, Parameter]:
     made = {name for op in ops for name in op.writes}
     changed: dict[str, Parameter] = {}
     for parameter in job.parameters:
-        own, rows, tie = PARAM + parameter.name, SHARD + parameter.tied_to, parameter.tied_to
+        own, rows, tie = PARAM + parameter.name, SHARD + parameter.kept_as, parameter.tied_to
         there = own in read or any(stage in stages for stage in parameter.stages)
         if tie in trained and there:
             changed[rows if parameter.is_made or own in made or rows in read else own] = trained[tie]
