@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.common import check_output, write_and_print
+from stretto.cli.common import NamedGroup, check_output, write_and_print
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
@@ -31,7 +31,9 @@ UNITS = {
     "launch_us": "us",
 }
 
-cluster = typer.Typer(add_completion=False, no_args_is_help=True, help="Clusters that can be planned for.")
+cluster = typer.Typer(
+    cls=NamedGroup, add_completion=False, no_args_is_help=True, help="Clusters that can be planned for."
+)
 
 
 @cluster.command("list")
