@@ -116,7 +116,11 @@ def test_every_public_name_is_there_and_documented() -> None:
     for name in stretto.__all__:
         found = getattr(stretto, name)
         assert (found.__doc__ or "").strip(), f"stretto.{name} has no docstring"
-    assert {"capture", "plan", "simulate", "verify", "Runner", "Parallel", "Cluster"} <= set(stretto.__all__)
+    assert {
+        *("capture", "plan", "simulate", "verify", "Runner", "Parallel", "Cluster"),
+        *("GradientClip", "Schedule", "Task", "fill", "register_pass"),
+    } <= set(stretto.__all__)
+    assert stretto.passes.register is stretto.register_pass
 
 
 @pytest.mark.parametrize("kind", [stretto.Parallel, stretto.Cluster])
