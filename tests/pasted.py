@@ -2,8 +2,8 @@
 
 A block marked `bash` is run by a shell, one marked `python` by the interpreter, each by itself, in the order
 of the page; `toml` is read as TOML. Below `<!-- save: NAME -->` a block is appended to that file instead.
-Fragments that need a reader's own names are marked `py`, commands that need other machines or files `sh`, output
-`text`.
+Fragments that need a reader's own names are marked `py`, commands that need other machines or files `sh`,
+output `text`.
 """
 
 from __future__ import annotations

@@ -34,24 +34,20 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
     """(page, words) of each line of a shell that calls `stretto` or the benchmarks."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        blocks = [code for language, code in BLOCK.findall(text) if language in ("", "bash", "sh")]
+        found = BLOCK.findall(text)
+        lines = [line for language, code in found if language in ("bash", "sh") for line in shell_lines(code)]
+        other = [code for language, code in found if language == ""]
         indented = "\n".join(
             line for line in text.splitlines() if re.match(r"    (stretto|python -m benchmarks) ", line)
         )
-        for line in (line for text in (*blocks, indented) for line in lines_of(text)):
-            line = line.replace("python -m benchmarks ", "stretto benchmarks ")
+        for line in (*lines, *"\n".join([*other, indented]).replace("\\\n", " ").splitlines()):
+            line = line.replace("\n", " ").replace("python -m benchmarks ", "stretto benchmarks ")
             found = re.match(r"\s*(?:\$ )?(?:torchrun .*-m )?stretto ([a-z].*)", line)
             if found and not line.startswith("stretto: ") and "Usage" not in line:
                 words = shlex.split(re.split(r" && | > ", found[1])[0], comments=True)
                 known = ["benchmarks", *root().list_commands(None)]
                 if words[0] in known and not set(words) & set(STANDS_FOR):
                     yield page, words
-
-
-def lines_of(text: str) -> list[str]:
-    """Commands; of what is no shell's, as output with an apostrophe, the lines."""
-    joined = text.replace("\\\n", " ")
-    return list(shell_lines(joined)) if '"' in joined and "$ " not in joined else joined.splitlines()
 
 
 def root() -> Any:

@@ -1,8 +1,8 @@
 """What pages show can be pasted: the package is built, installed and left, and its pages' commands are run.
 
-The fast test runs the README's commands in this process's forks, from the source. The slow one builds the wheel
-and installs it in a new environment, which has this one's packages but not its Stretto, and runs the README and
-`tests.pasted.PAGES` in another folder. Both have the examples of the package with smaller models and fewer steps.
+The fast test runs the README's commands from the source. The slow one builds the wheel and installs it
+in a new environment, which has this one's packages but not its Stretto, and runs the README and
+`tests.pasted.PAGES` in another folder. Both have examples with smaller models and fewer steps.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
     [site] = (home / "lib").glob("python*/site-packages")
-    # A path that is added so is looked into after its own packages, and this environment's .pth files are not read.
+    # Its own packages come before a path that is added so, of which no .pth files are read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     subprocess.run(
         [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True
