@@ -130,8 +130,21 @@ _HOMES = {
     "replicated": "stretto.batch.tree",
 }
 
-_WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")
-"""Names that lead to timelines: `stretto.report` teaches those to save themselves."""
+_WITH_REPORT = (
+    *(
+        "Job",
+        "Plan",
+        "Runner",
+        "Timeline",
+        "capture",
+        "load_plan",
+        "plan",
+        "rehearse",
+        "run_threads",
+        "simulate",
+    ),
+)
+"""Names that lead to timelines, plans and jobs: `stretto.report` teaches them to save and show themselves."""
 
 
 def __getattr__(name: str) -> Any:
@@ -139,7 +152,7 @@ def __getattr__(name: str) -> Any:
         return import_module("stretto.passes")
     if name not in _HOMES:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    if name in _WITH_SAVERS:
+    if name in _WITH_REPORT:
         import_module("stretto.report")
     home, _, own_name = _HOMES[name].partition(":")
     return getattr(import_module(home), own_name or name)

@@ -12,7 +12,7 @@ from stretto.cli.common import NamedGroup, check_output, write_and_print
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
-from stretto.report.grid import WIDTH, Grid
+from stretto.report.grid import Grid, console_of
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
@@ -59,7 +59,7 @@ def show(
 ) -> None:
     """Show what can be planned for: nodes, devices, links, and where every figure is from."""
     check_output("--save", save)
-    console = Console(width=WIDTH)
+    console = console_of()
     result = _found(name)
     if not isinstance(result, Hardware):
         if save is not None:

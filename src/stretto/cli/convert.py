@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from stretto.cli.common import check_output, command, echo_file, write_and_print
 from stretto.convert.megatron import Conversion
@@ -17,7 +16,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.limits import MOST_RANKS
-from stretto.report.grid import WIDTH, Grid
+from stretto.report.grid import Grid, console_of
 
 FATES = {
     "taken": "becomes",
@@ -100,7 +99,7 @@ def _text(path: Path) -> str:
 
 def _list(made: Conversion, to_error: bool) -> None:
     """Every flag. It goes to standard error where the settings go to standard output."""
-    console = Console(width=WIDTH, stderr=to_error, markup=False, highlight=False, emoji=False)
+    console = console_of(stderr=to_error, markup=False, highlight=False, emoji=False)
     for fate, head in FATES.items():
         if rows := made.of(fate):
             flags = [(row.flag, row.what) for row in rows]
