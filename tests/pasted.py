@@ -8,11 +8,15 @@ output `text`.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from stretto.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,3 +111,10 @@ def shell_lines(code: str) -> Iterator[str]:
             if words:
                 yield line.replace("\\\n", " ")
             line = ""
+
+
+def in_folder(folder: str, *words: str) -> None:
+    """`stretto ...` there, in a process of its own."""
+    os.chdir(folder)
+    sys.argv = ["stretto", *words]
+    main()

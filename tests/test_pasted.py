@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Fork, run_forks
 from tests.pasted import PAGES, ROOT, blocks, made_smaller, shell_lines
-from tests.train.tiny import run
+from tests.train.tiny import TIMEOUT_S
 
 README = ROOT / "README.md"
 TEXT = Path(os.__file__).parent / "asyncio"
@@ -41,19 +42,24 @@ def test_every_block_of_the_readme_and_of_these_pages_is_marked() -> None:
                 tomllib.loads(block.code)
 
 
-def test_the_readmes_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_commands_run(tmp_path: Path) -> None:
     """Up to the models that are not at hand: those are planned in other tests."""
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "work"
+    folder.mkdir()
     lines = [line for block in blocks(README) if block.language == "bash" for line in shell_lines(block.code)]
     ours = [words[1:] for words in map(shlex.split, lines) if words[0] == "stretto"]
     assert len(ours) > 18
     for words in ours:
-        status, out, err = run(*words)
+        said = tmp_path / "said.txt"
+        fork = Fork(
+            "tests.pasted:in_folder", (str(folder), *words), {"XDG_CACHE_HOME": str(tmp_path)}, str(said)
+        )
+        [status] = run_forks([fork], TIMEOUT_S).statuses
         if words[0] == "init":
-            smaller_examples(tmp_path)
-        assert status == 0, f"stretto {shlex.join(words)}: {out}{err}"
+            smaller_examples(folder)
+        assert status == 0, f"stretto {shlex.join(words)}: {said.read_text(encoding='utf-8')}"
     for name in ("plan.json", "step.svg", "report.html", "here.json", "tuned.toml", "small.toml", "exported"):
-        assert (tmp_path / name).exists(), name
+        assert (folder / name).exists(), name
 
 
 def smaller_examples(folder: Path) -> None:

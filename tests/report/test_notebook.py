@@ -63,8 +63,6 @@ def test_a_notebook_shows_a_picture_and_a_table(what: str) -> None:
     # Rules of the page's style are of its own elements alone.
     rules = re.findall(r"([^{}]+)\{", page.partition("</style>")[0].partition("<style>")[2])
     assert rules
-        rule for rule in re.findall(r"([^{}]+)\{", page.partition("</style>")[0].partition("<style>")[2])
-    ]
     assert all(one.strip().startswith(".stretto") for rule in rules for one in rule.split(","))
 
 
