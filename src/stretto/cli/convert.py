@@ -77,15 +77,18 @@ def convert(
     missed = len(made.of("lacking")) + len(made.of("unknown"))
     refused = strict and missed > 0
 
-    write_and_print(
-        [(None if refused else out, lambda path: write_file(path, made.text))],
-        partial(_list, made, to_error=out is None),
-        lambda path: f"; train with: stretto train {path}",
-    )
+    try:
+        # The settings come first, so that a reader of the list that has seen enough (`| head`) costs none.
+        if out is None and not refused:
+            echo_file(made.text)
+    finally:
+        write_and_print(
+            [(None if refused else out, lambda path: write_file(path, made.text))],
+            partial(_list, made, to_error=out is None),
+            lambda path: f"; train with: stretto train {path}",
+        )
     if refused:
         raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
-    if out is None:
-        echo_file(made.text)
 
 
 def _text(path: Path) -> str:
