@@ -64,9 +64,7 @@ def test_a_softmax_of_all_scores_is_qwens() -> None:
             convert([f"{base} --moe-router-pre-softmax"], ranks=8)
     qwen = settings(convert([f"{MIXTRAL} --qk-layernorm --moe-router-pre-softmax"], ranks=8))
     assert qwen.model.config["norm_topk_prob"] is False  # type: ignore[union-attr]
-    convert(
-        [f"{MOE} --moe-router-pre-softmax --moe-router-topk 1"], ranks=8
-    )
+    convert([f"{MOE} --moe-router-pre-softmax --moe-router-topk 1"], ranks=8)
 
 
 @pytest.mark.parametrize(
