@@ -63,7 +63,7 @@ def test_a_notebook_shows_a_picture_and_a_table(what: str) -> None:
     # Rules of the page's style are of its own elements alone.
     rules = re.findall(r"([^{}]+)\{", page.partition("</style>")[0].partition("<style>")[2])
     assert rules
-    assert all(one.strip().startswith(".stretto") for rule in rules for one in rule.split(","))
+    assert all(one.strip().startswith((".stretto", "@media")) for rule in rules for one in rule.split(","))
 
 
 def test_a_picture_of_too_many_boxes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

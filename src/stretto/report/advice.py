@@ -51,15 +51,15 @@ class Stakes:
         return f"saves up to {format_us(gain_us)}{cost}"
 
 
-def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
-    """Less to communicate for the same compute."""
+def less_to_send(name: str, plan: Plan | None, *, links: bool = True) -> Iterator[str]:
+    """Less to communicate for the same compute; with `links`, also over faster ones."""
     # Gradients are reduced in the parameters' own dtype. Processors may be slower in bfloat16.
     if plan is not None and name != DP.name and plan.job.device != "cpu" and _in_float32(plan):
         yield 'precision = "bf16", which halves its bytes'
     size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(name)
     now = f" (now {size})" if size else ""
     if name == PP.name:
-        yield f"fewer pipeline ranks{now} and as many more copies, or neighbours on faster links"
+        yield f"fewer pipeline ranks{now} and as many more copies" + ", or neighbours on faster links" * links
     elif _in_microbatches(name, plan):
         yield (
             "parallel.zero = 1, with which parameters and gradients travel once a step, where memory allows"
@@ -72,17 +72,17 @@ def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
     elif name == DP.name:
         yield f"more microbatches to a step{_now(plan)}, which share one gradient reduction"
     elif name == DP_SHARD.name:
-        yield f"a smaller dp_shard{now}, or dp_shard within a node"
+        yield f"a smaller dp_shard{now}" + ", or dp_shard within a node" * links
     elif name == CP.name:
         yield (
             f"fewer cp ranks{now}, or longer sequences: attention's compute grows with the square of their "
             "length, its messages with the length"
         )
     elif name == EP.name:
-        yield f"experts shared by fewer ranks{now} or within a node"
+        yield f"experts shared by fewer ranks{now}" + " or within a node" * links
         yield "a smaller capacity or parallel.ep_buffer"
     else:
-        yield f"a smaller tp{now} and as many more copies, or tp within a node"
+        yield f"a smaller tp{now} and as many more copies" + ", or tp within a node" * links
 
 
 def _in_microbatches(name: str, plan: Plan | None) -> bool:
@@ -224,7 +224,7 @@ def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, 
     if busy >= MOST:
         words = f"{format_share(busy)} of its time is processor time: cores that compute copy and add for it"
         return words, [
-            *less_to_send(axis, plan),
+            *less_to_send(axis, plan, links=False),
             "a core for it: ranks with one thread less than they have cores",
         ]
     if traffic.total_us > compute_us:

@@ -36,6 +36,9 @@ from stretto.report.tables import (
 REPORT = "report.html"
 """The page's name in a run's folder."""
 
+NARROW_COLUMNS = 4
+"""Columns of numbers that fit a screen of 390 px."""
+
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
 
@@ -157,10 +160,13 @@ def _tables(run: Run) -> list[str]:
 
 
 def section(grid: Grid) -> str:
-    """A table with its title and caption."""
+    """A table with its title and caption. On a phone a wide one has a block a row, and each cell its head."""
+    wide = len(grid.head) > NARROW_COLUMNS or any(grid.words[1:])
 
     def cell(tag: str, at: int, text: str) -> str:
         style = ' class="words"' if at and at in grid.words else ""
+        if wide and tag == "td" and grid.head[at]:
+            style += f' data-head="{escape(grid.head[at], quote=True)}"'
         # Leading spaces set a row in.
         lead = "&emsp;" * ((len(text) - len(text.lstrip(" "))) // 2)
         return f"<{tag}{style}>{lead}{escape(text.strip())}</{tag}>"
@@ -171,7 +177,8 @@ def section(grid: Grid) -> str:
     )
     top = f"<thead><tr>{head}</tr></thead>" if any(grid.head) else ""
     note = f'<p class="where">{escape(grid.caption)}</p>' if grid.caption else ""
-    table = f'<div class="scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
+    kind = ' class="wide"' if wide else ""
+    table = f'<div class="scroll"><table{kind}>{top}<tbody>{rows}</tbody></table></div>'
     return f"<h2>{escape(grid.title)}</h2>{table}{note}"
 
 
