@@ -144,6 +144,7 @@ def no_ops(program: StepProgram, sharded: Collection[str]) -> StepProgram:
         (((lambda job: job,), {"after": "no_ops"}), "a pass is a function with a name"),
         (((no_ops,), {"after": "dead_ops"}), "Stretto has a pass 'no_ops': give yours another name"),
         (((relu_once,), {}), "pass 'relu_once': say where it runs"),
+        (((relu_once,), {"after": "relu_once"}), "no pass is called 'relu_once'"),
         (((relu_once,), {"after": "no_ops", "before": "lower"}), "say where it runs"),
         (
             ((relu_once,), {"after": "no_op"}),

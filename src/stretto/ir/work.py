@@ -64,7 +64,7 @@ def trained_on(job: Job) -> tuple[float, str]:
     if count is not None and isinstance(count.value, float | int):
         return count.value * pieces, "tokens"
     if count is not None:
-        return pieces * max(prod(spec.shape) for op in count.ops for spec in op.outputs), "tokens"
+        return pieces * max(prod(spec.shape) for op in count.ops for spec in op.outputs if spec), "tokens"
     rows = (spec.shape[0] for name, spec in job.batch if spec.shape and name not in job.replicated)
     return pieces * next(rows, 0), "samples"
 

@@ -94,9 +94,12 @@ def register(apply: Callable[..., Any], *, before: str = "", after: str = "", tr
     beside = before or after
     if not beside or (before and after):
         raise UsageError(f"pass {name!r}: say where it runs, before=... or after=..., the name of a pass")
-    lists: tuple[tuple[list[Any], type], ...]
-    lists = ((GRAPH_PASSES, StepProgram), (JOB_PASSES, Job), (STEP_PASSES, Step))
-    found = [(at, *one) for one in lists for at, other in enumerate(one[0]) if _name(other) == beside]
+    lists: list[tuple[list[Any], type]] = [
+        (GRAPH_PASSES, StepProgram),
+        (JOB_PASSES, Job),
+        (STEP_PASSES, Step),
+    ]
+    found = [(at, *one) for one in lists for at, other in enumerate(one[0]) if _name(other) == beside != name]
     if not found:
         known = [_name(other) for passes, _ in lists for other in passes]
         raise UsageError(

@@ -53,14 +53,13 @@ def job_page(job: Job) -> str:
 
 
 def _schedule(job: Job) -> Iterator[str]:
-    """Its schedule, as long as each phase computes; nothing of one that cannot be drawn."""
+    """Its schedule, each phase as long as it computes; nothing where it cannot be drawn."""
     try:
         schedule = choose_schedule(job)
         flops = [_flops(job, phase) for phase in (Phase.F, Phase.I, Phase.W)]
         unit, name = next(one for one in UNITS if one[0] == 1.0 or max(map(max, flops)) >= 10 * one[0])
-        timing = time_schedule(
-            schedule, PhaseTimes(*(tuple(round(one / unit, 1) for one in times) for times in flops))
-        )
+        f, i, w = (tuple(round(one / unit, 1) for one in times) for times in flops)
+        timing = time_schedule(schedule, PhaseTimes(f, i, w))
     except StrettoError:  # planning says why
         return
     if sum(len(order) for order in schedule.orders) <= MOST_BOXES and timing.makespan:
