@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from stretto.report.grid import Grid
+from stretto.report import grid as room
+from stretto.report.grid import Grid, fitted
 
 HEAD = ("op", "calls", "each, of the step", "total time", "rate", "reads → makes")
 ROWS = [
@@ -56,3 +58,13 @@ def test_a_wide_terminal_has_one_table_and_a_narrow_one_the_first_column_again()
 def test_nothing_is_lost_in_a_column_that_nothing_fits_beside() -> None:
     grid = Grid("", ("", "a number of words"), [("x" * 18, "1" * 30)])
     assert sum(line.count("1") for line in printed(40, grid)) == 30
+
+
+def test_lines_of_a_plan_are_broken_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a head\n  name             " + "some words " * 20
+    assert fitted(text) == text.rstrip()
+    monkeypatch.setattr(room, "console_of", lambda most: Console(width=80))
+    lines = fitted(text).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(re.match(r" {19}\S", line) for line in lines[2:])
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())

@@ -18,7 +18,7 @@ from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
 from stretto.ir.stage_maps import AUTO, virtual_stages_of
-from stretto.report.grid import console_of
+from stretto.report.grid import UNBROKEN, console_of
 from stretto.report.svg import draw_schedule
 from stretto.report.text import schedule_text
 from stretto.schedule.csv import read_csv, to_csv
@@ -229,10 +229,6 @@ def _search(
             from_own_begin=True,
         )
     )
-
-
-UNBROKEN = 1_000
-"""Columns that no line has, where the output is no terminal."""
 
 
 def _list_families() -> None:

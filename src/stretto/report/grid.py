@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,20 @@ def console_of(most: int = WIDTH, **given: Any) -> Console:
     if not console.is_terminal or console.width > most:
         console.width = most
     return console
+
+
+UNBROKEN = 1_000
+"""Columns that no line has, of what is printed into a file or a pipe."""
+BEHIND = 19
+"""Columns of a line's name, below whose text the rest of it is printed (`Plan.__str__`)."""
+
+
+def fitted(text: str) -> str:
+    """Lines of names and texts, broken where the terminal ends; as they are where the output is none."""
+    columns = console_of(UNBROKEN).width
+    names = (BEHIND if line.startswith("  ") else 2 for line in text.splitlines())
+    pairs = zip(text.splitlines(), names, strict=True)
+    return "\n".join(textwrap.fill(line, columns, subsequent_indent=" " * name) for line, name in pairs)
 
 
 FRAME = 3
