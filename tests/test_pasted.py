@@ -1,7 +1,7 @@
 """What pages show can be pasted: the package is built, installed and left, and its pages' commands are run.
 
-The fast test runs the README's commands from the source. The slow one builds the wheel and installs it
-in a new environment, which has this one's packages but not its Stretto, and runs the README and
+The fast test runs some of the README's commands from the source. The slow one builds the wheel, installs it
+in a new environment with the packages of this one but for Stretto, and runs the README and
 `tests.pasted.PAGES` in another folder. Both have examples with smaller models and fewer steps.
 """
 
@@ -23,6 +23,7 @@ from tests.pasted import PAGES, ROOT, blocks, made_smaller, shell_lines
 from tests.train.tiny import TIMEOUT_S
 
 README = ROOT / "README.md"
+QUICK = {"init", "schedule", "check", "cluster", "convert", "reshard"}
 TEXT = Path(os.__file__).parent / "asyncio"
 """Half a megabyte of text."""
 
@@ -43,13 +44,16 @@ def test_every_block_of_the_readme_and_of_these_pages_is_marked() -> None:
 
 
 def test_the_readmes_commands_run(tmp_path: Path) -> None:
-    """Up to the models that are not at hand: those are planned in other tests."""
+    """Those that start no ranks, measure nothing and read nothing that others have made."""
     folder = tmp_path / "work"
     folder.mkdir()
     lines = [line for block in blocks(README) if block.language == "bash" for line in shell_lines(block.code)]
     ours = [words[1:] for words in map(shlex.split, lines) if words[0] == "stretto"]
     assert len(ours) > 18
+    assert {words[0] for words in ours} > QUICK
     for words in ours:
+        if words[0] not in QUICK:
+            continue
         said = tmp_path / "said.txt"
         fork = Fork(
             "tests.pasted:in_folder", (str(folder), *words), {"XDG_CACHE_HOME": str(tmp_path)}, str(said)
@@ -58,8 +62,7 @@ def test_the_readmes_commands_run(tmp_path: Path) -> None:
         if words[0] == "init":
             made_small(folder / f"{words[1]}.toml")
         assert status == 0, f"stretto {shlex.join(words)}: {said.read_text(encoding='utf-8')}"
-    for name in ("plan.json", "step.svg", "report.html", "here.json", "tuned.toml", "small.toml", "exported"):
-        assert (folder / name).exists(), name
+    assert (folder / "small.toml").exists()
 
 
 def smaller_examples(folder: Path) -> None:
