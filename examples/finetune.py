@@ -12,7 +12,6 @@ from finetune_task import batches, load, loss, read
 from transformers import AutoTokenizer
 
 import stretto
-from stretto.train.clip import GradientClip
 
 source, data, target = sys.argv[1:4]
 layout = {axis: int(size) for axis, size in (word.split("=") for word in sys.argv[4:])}
@@ -23,7 +22,7 @@ batch = batches(read(data, source, length=64), seed=0)
 job = stretto.capture(model, batch(0, 16), loss, stretto.Parallel(**layout, microbatches=4))
 runner = stretto.Runner(stretto.plan(job, cluster="local"), model)
 optimizer = torch.optim.AdamW(runner.parameters(), lr=3e-4, weight_decay=0.0)
-clip = GradientClip(runner, 1.0)
+clip = stretto.GradientClip(runner, 1.0)
 
 for step in range(20):
     value = runner.step(batch(step, 16))

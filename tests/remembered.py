@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.passes import GRAPH_PASSES
+
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
 FEW = 4096
 """Elements of a tensor besides parameters and buffers whose values are compared."""
@@ -154,6 +156,6 @@ def remembering(trace: Callable[..., Any], kept: Remembered) -> Callable[..., An
             finally:
                 kept.now = None
 
-        return kept.traces.of((key, tuple(setup.skip_passes)), make)
+        return kept.traces.of((key, tuple(setup.skip_passes), tuple(GRAPH_PASSES)), make)
 
     return traced

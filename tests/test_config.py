@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from stretto.config import GPTSettings, HuggingFaceSettings, TrainSettings, load_settings
 from stretto.errors import UsageError
+from stretto.files.settings_file import parse_value
 
 Load = Callable[..., TrainSettings]
 
@@ -81,7 +82,9 @@ def test_overrides_change_what_the_file_says(load: Load) -> None:
         "optimizer.lr=1e-3",
         "model.kind=gpt",
         "model.tie_embeddings=true",
-        "data.paths=['b', 'c']",
+        "data.paths=[b, 'c']",
+        "optimizer.betas=[0.8,0.9]",
+        "parallel.split=[blocks.1,blocks.2]",
         "parallel.max_live=",
         "parallel.schedule=zb-h1",
     )
@@ -89,8 +92,37 @@ def test_overrides_change_what_the_file_says(load: Load) -> None:
     assert isinstance(settings.model, GPTSettings)
     assert settings.model.tie_embeddings is True
     assert settings.data.paths == ["b", "c"]
+    assert settings.optimizer.betas == (0.8, 0.9)
+    assert settings.parallel.split == ["blocks.1", "blocks.2"]
     assert settings.parallel.max_live is None
     assert settings.parallel.schedule == "zb-h1"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[1, 2]", [1, 2]),
+        ("[a,b.1]", ["a", "b.1"]),
+        ('[a, "b,c", 3]', ["a", "b,c", 3]),
+        ("[[a,b],[c]]", [["a", "b"], ["c"]]),
+        ("[2024-01-01, b]", ["2024-01-01", "b"]),
+        ("[]", []),
+        ("[a", "[a"),
+        ("[a]b[c]", "[a]b[c]"),
+        ("a,b", "a,b"),
+    ],
+)
+def test_lists_on_the_command_line_need_no_quotes(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_a_fault_within_a_list_names_the_override(load: Load) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--set optimizer.betas=\[0.9,2\]: optimizer.betas\[1\] = 2: input"
+    ):
+        load("", "optimizer.betas=[0.9,2]")
+    with pytest.raises(UsageError, match=r"data.paths = 'x': .* valid list; one alone is \[\"x\"\]"):
+        load("", "data.paths=x")
 
 
 @pytest.mark.parametrize(

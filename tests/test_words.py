@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = (*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
+FILES = (*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*.md"))
 
 GIVEN_UP = (
     # pattern from the start of a word on, what to write
@@ -81,7 +81,7 @@ def found(words: tuple[tuple[str, str], ...], files: Iterable[Path]) -> Iterator
     # All at once, as a search by each alone takes ten times as long.
     any_of = re.compile(rf"\b(?:{'|'.join(pattern for pattern, _ in words)})")
     for path in files:
-        text = path.read_text().partition("## Old and new public names")[0]
+        text = path.read_text().partition("### Old and new public names")[0]
         for match in any_of.finditer(text):
             number, word = text.count("\n", 0, match.start()) + 1, match.group()
             instead = next(one for pattern, one in words if re.compile(pattern).match(text, match.start()))

@@ -4,7 +4,6 @@ import torch.distributed as dist
 
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.train.clip import GradientClip
 
 dist.init_process_group("gloo")
 model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16), seed=0)
@@ -13,7 +12,7 @@ parallel = stretto.Parallel(dp=2)  # or pp=2, tp=2: the loop below stays as it i
 job = stretto.capture(model, example, next_token_loss, parallel)
 runner = stretto.Runner(stretto.plan(job, cluster="local"), model)
 optimizer = torch.optim.AdamW(runner.parameters(), lr=1e-2)
-clip = GradientClip(runner, 1.0)
+clip = stretto.GradientClip(runner, 1.0)
 
 for step in range(4):
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step))

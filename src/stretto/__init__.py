@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from stretto.ir.serialize import load_plan
     from stretto.ir.timeline import Timeline
     from stretto.order.policies import register as register_order
+    from stretto.passes import register as register_pass
     from stretto.planning.make_plan import plan
     from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving.face import load, save
+    from stretto.saving.pretrained import fill
     from stretto.schedule.families import make_schedule
     from stretto.schedule.families import register as register_schedule
     from stretto.simulating import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
+    from stretto.train.clip import GradientClip
     from stretto.train.heldout import Evaluation
     from stretto.train.task import Task
     from stretto.verifying import verify
@@ -46,6 +49,7 @@ __all__ = [
     "Cluster",
     "Evaluation",
     "GlobalTensor",
+    "GradientClip",
     "Job",
     "Parallel",
     "Plan",
@@ -60,6 +64,7 @@ __all__ = [
     "UsageError",
     "capture",
     "check",
+    "fill",
     "load",
     "load_plan",
     "load_settings",
@@ -68,6 +73,7 @@ __all__ = [
     "observe",
     "plan",
     "register_order",
+    "register_pass",
     "register_schedule",
     "rehearse",
     "replicated",
@@ -87,6 +93,7 @@ _HOMES = {
     "Cluster": "stretto.price.cluster",
     "Evaluation": "stretto.train.heldout",
     "GlobalTensor": "stretto.tensor.face",
+    "GradientClip": "stretto.train.clip",
     "Job": "stretto.ir.program",
     "Parallel": "stretto.config",
     "Plan": "stretto.ir.plan",
@@ -101,6 +108,7 @@ _HOMES = {
     "UsageError": "stretto.errors",
     "capture": "stretto.capturing",
     "check": "stretto.checking",
+    "fill": "stretto.saving.pretrained",
     "load": "stretto.saving.face",
     "load_plan": "stretto.ir.serialize",
     "load_settings": "stretto.config",
@@ -109,6 +117,7 @@ _HOMES = {
     "observe": "stretto.backend.observe_adapter",
     "plan": "stretto.planning.make_plan",
     "register_order": "stretto.order.policies:register",
+    "register_pass": "stretto.passes:register",
     "register_schedule": "stretto.schedule.families:register",
     "rehearse": "stretto.runtime.rehearse",
     "reshard": "stretto.tensor.face",
@@ -121,14 +130,29 @@ _HOMES = {
     "replicated": "stretto.batch.tree",
 }
 
-_WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")
-"""Names that lead to timelines: `stretto.report` teaches those to save themselves."""
+_WITH_REPORT = (
+    *(
+        "Job",
+        "Plan",
+        "Runner",
+        "Timeline",
+        "capture",
+        "load_plan",
+        "plan",
+        "rehearse",
+        "run_threads",
+        "simulate",
+    ),
+)
+"""Names that lead to timelines, plans and jobs: `stretto.report` teaches them to save and show themselves."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "passes":  # `stretto.passes.register`, without an import of its own
+        return import_module("stretto.passes")
     if name not in _HOMES:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    if name in _WITH_SAVERS:
+    if name in _WITH_REPORT:
         import_module("stretto.report")
     home, _, own_name = _HOMES[name].partition(":")
     return getattr(import_module(home), own_name or name)

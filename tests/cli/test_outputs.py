@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import plan as plan_command
 from stretto.cli.main import app
+from stretto.config import load_settings
 from stretto.errors import StrettoError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
@@ -66,7 +67,7 @@ def test_the_package_is_a_program() -> None:
     assert done.stdout.startswith("stretto ")
     wrong = subprocess.run(begin("no-such"), capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2
-    assert "Usage: stretto " in wrong.stderr
+    assert wrong.stderr.startswith("stretto: there is no command `stretto no-such`; ")
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,17 @@ def test_a_file_is_written_though_nobody_reads_the_table(
     done = CliRunner().invoke(app, [*words_of(command, saved), option, str(out)])
     assert done.exit_code == 1
     assert out.stat().st_size > 0
+
+
+def test_settings_are_written_though_nobody_reads_the_list_beside_them(tmp_path: Path) -> None:
+    """`stretto convert ... 2>&1 >made.toml | head -1`: the list goes to the errors' stream."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    made = tmp_path / "made.toml"
+    with made.open("w") as out:
+        done = subprocess.run(
+            begin("convert", "--megatron", FLAGS, "--world", "1"), stdout=out, stderr=writes
+        )
+    os.close(writes)
+    assert done.returncode == 1
+    assert load_settings(made).parallel.dp == 1

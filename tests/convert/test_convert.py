@@ -198,7 +198,7 @@ FAULTS = r"""
 --min-lr 1 => --min-lr 1, --lr 1e-3: lr_schedule.min_lr_ratio = 1000.0: input should be less
 --vocab-size 10 => --vocab-size 10: data.vocab_size = 10: input should be greater
 --split 10,90 => --split 10,90: data.held_out_fraction = 0.9: input should be less
---save '' => --save "": checkpoint.dir = '': string should have at least 1 character
+--save '' => --save '': checkpoint.dir = '': string should have at least 1 character
 --enable-zero3 --num-distributed-optimizer-instances 3 => append --num-distributed-optimizer-instances 2
 --global-batch-size 20 => append --global-batch-size 16
 --global-batch-size 3 => append --global-batch-size 16
@@ -211,7 +211,7 @@ FAULTS = r"""
 --lr-decay-style WSD => append --lr-decay-style cosine
 --lr-warmup-fraction 2 => --lr-warmup-fraction 2: expected a number from 0 to 1
 --split a,b => --split a,b: expected up to three shares
---num-experts 4 --moe-layer-freq 2 => append --moe-layer-freq 1, or a list such as ([0]*1+[1]*3)
+--num-experts 4 --moe-layer-freq 2 => append --moe-layer-freq 1, or a list such as '([0]*1+[1]*3)'
 --num-experts 4 --moe-layer-freq [1]*9 => expected a number from 1 on, or a list of 0 and 1
 --num-experts 4 --moe-layer-freq [1]*999999999 => expected a number from 1 on, or a list of 0 and 1
 --num-experts 4 --moe-layer-freq __import__ => expected a number from 1 on, or a list of 0 and 1
@@ -219,11 +219,11 @@ FAULTS = r"""
 --num-experts 4 --moe-aux-loss-coeff x => --moe-aux-loss-coeff x: expected a number
 --num-experts 4 --moe-router-load-balancing-type sinkhorn => append --moe-router-load-balancing
 TWO --num-layers-per-virtual-pipeline-stage 4 => append --num-layers-per-virtual-pipeline-stage 2
-TWO --num-layers 3 --num-layers-per-virtual-pipeline-stage 1 => layout "embedding,layer*2|layer,loss"
-TWO --num-layer-list 1,1,2 => append --pipeline-model-parallel-layout "embedding,layer*2|layer*2,
+TWO --num-layers 3 --num-layers-per-virtual-pipeline-stage 1 => layout 'embedding,layer*2|layer,loss'
+TWO --num-layer-list 1,1,2 => append --pipeline-model-parallel-layout 'embedding,layer*2|layer*2,
 TWO --decoder-first-pipeline-num-layers 5 => 4 layers cannot be shared out so by 2 pipeline ranks
-TWO TWICE --account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split => "embedding,layer|
-TWO --pipeline-model-parallel-layout 'Et|tL' => append --pipeline-model-parallel-layout "embedding,
+TWO TWICE --account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split => 'embedding,layer|
+TWO --pipeline-model-parallel-layout 'Et|tL' => append --pipeline-model-parallel-layout 'embedding,
 TWO --pipeline-model-parallel-layout 'Ettt|tmL' => no layers that predict further tokens
 TWO --pipeline-model-parallel-layout 'Ettt|t|L' => which must be a multiple of pp = 2: make them 4
 TWO --noop-layers 4 => --noop-layers 4: expected numbers of some layers, from 0 to 3

@@ -8,7 +8,6 @@ import torch
 import stretto
 from stretto.capturing import capture
 from stretto.ir.program import Job
-from stretto.ir.work import work_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.devices import CALLED, FP32_PART, device_peak, devices, named_peak
 from stretto.report.tables import rates_grid
@@ -40,7 +39,7 @@ def test_the_peak_is_that_of_the_dtypes() -> None:
 
 def test_a_plan_of_a_described_cluster_has_an_mfu() -> None:
     plan = stretto.plan(job_of("bf16", "full"), "h100x1", order="list")
-    work = work_of(plan)
+    work = plan.work
     assert plan.prediction is not None
     step_us = plan.prediction.step_us
     mfu, hfu = work.mfu(step_us), work.hfu(step_us)

@@ -12,8 +12,8 @@ from stretto.ir.costs import Peak
 from stretto.ir.parameters import Zero
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
-from stretto.ir.work import Work, work_of
-from stretto.report.advice import SEQUENCE, advice_grid, less_to_send, more_to_run
+from stretto.ir.work import Work
+from stretto.report.advice import SEQUENCE, Stakes, advice_grid, less_to_send, more_to_run
 from stretto.report.tables import rates_grid
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
@@ -66,7 +66,7 @@ def test_help_differs_between_axes() -> None:
     [("gpipe", "eager-1f1b"), ("interleaved-1f1b", "eager-interleaved-1f1b"), ("zb-h1", "auto")],
 )
 def test_a_family_that_sends_earlier_is_advised(family: str, advised: str) -> None:
-    said = " ".join(more_to_run("pp", plan_of(family)))
+    said = " ".join(more_to_run("pp", plan_of(family), Stakes(10.0)))
     assert f'parallel.schedule = "{advised}" (now "{family}")' in said
 
 
@@ -77,7 +77,7 @@ def test_what_every_microbatch_gathers_is_not_shared_by_more_of_them(zero: Zero)
     said = " ".join(less_to_send("dp", plan))
     assert ("more microbatches to a step" in said) == (zero == 1)
     assert ("parallel.zero = 1" in said) == (zero == 3)
-    assert ("in the last backward" in " ".join(more_to_run("dp", plan))) == (zero == 1)
+    assert ("in the last backward" in " ".join(more_to_run("dp", plan, Stakes(10.0)))) == (zero == 1)
 
 
 def test_sequence_parallelism_is_told_apart_from_tp() -> None:
@@ -136,6 +136,45 @@ def test_latency_is_told_by_the_plans_costs() -> None:
     assert "half as many have half the messages" in helps
 
 
+def test_processor_time_is_named_where_it_is_that() -> None:
+    """Gloo copies and adds on the cores that compute: no faster link helps, and no order hides it."""
+    plan = plan_of()
+    costs = plan.costs
+    busy = {
+        key: replace(cost, processor_us=0.6 * cost.curve.us(4096)) for key, cost in costs.collectives.items()
+    }
+    timeline = timeline_of(compute(0, 20), *waited("tp all_reduce m", 20, 80), compute(80, 100))
+    why, helps = told(timeline, replace(plan, costs=replace(costs, collectives=busy)))["tp"]
+    assert why.startswith("60.0% of its time is processor time")
+    assert "links" not in helps
+    assert "one thread less than they have cores" in helps
+    assert "processor" not in told(timeline, plan)["tp"][0]
+
+
+def bubble(start_us: float, end_us: float) -> Span:
+    return Span(0, COMPUTE_LANE, SpanKind.BUBBLE, "", start_us, end_us)
+
+
+@pytest.mark.parametrize(("bubble_us", "advised"), [(0.0, True), (5.0, True), (15.0, False)])
+def test_fewer_microbatches_are_advised_where_they_save_more_than_bubbles_cost(
+    bubble_us: float, advised: bool
+) -> None:
+    slow = plan_of(latency_us=100.0, bytes_per_us=1e6)  # all of a message is latency: half of 20 us is saved
+    spans = [replace(span, sender=1, rank=0) for span in waited("pp 1>0 e1:0", 40, 60)]
+    step = timeline_of(compute(0, 40), *spans, compute(60, 100 - bubble_us), bubble(100 - bubble_us, 100))
+    _, helps = told(step, slow)["pp"]
+    assert ("fewer and larger microbatches (now 4)" in helps) == advised
+    assert ("it saves up to " in helps) == advised
+    assert ("5 us more bubble" in helps) == (bubble_us == 5.0)
+    assert ("fewer cost more bubble than they save" in helps) == (not advised)
+
+
+@pytest.mark.parametrize(("bubble_us", "advised"), [(1.0, True), (30.0, False)])
+def test_virtual_stages_are_given_up_only_where_that_saves_more(bubble_us: float, advised: bool) -> None:
+    said = " ".join(more_to_run("pp", plan_of("interleaved-1f1b"), Stakes(20.0, bubble_us)))
+    assert ("one stage a pipeline rank" in said) == advised
+
+
 def test_a_simulated_plan_is_told_with_its_own_numbers() -> None:
     plan = plan_of()
     said = told(simulate(plan), plan)
@@ -151,7 +190,7 @@ def test_a_simulated_plan_is_told_with_its_own_numbers() -> None:
 
 def test_work_is_a_ranks_and_counts_repeats_apart() -> None:
     plan = plan_of()
-    work = work_of(plan)
+    work = plan.work
     of_ops = sum(op.flops for s in plan.job.stages for ops in s.ops.values() for op in ops)
     assert work.flops == of_ops * plan.job.microbatches / 2 > 0
     assert work.again_flops == 0
@@ -164,15 +203,17 @@ def test_attentions_backward_makes_the_scores_again() -> None:
     fused = replace(product, target="aten._scaled_dot_product_flash_attention_backward.default")
     ops = {**stage.ops, Phase.F: tuple(fused if op is product else op for op in stage.ops[Phase.F])}
     stages = (replace(stage, ops=ops), *plan.job.stages[1:])
-    before, work = work_of(plan), work_of(replace(plan, job=replace(plan.job, stages=stages)))
+    before, work = plan.work, replace(plan, job=replace(plan.job, stages=stages)).work
     assert work.flops + work.again_flops == pytest.approx(before.flops)
     assert work.again_flops == pytest.approx(product.flops / 5 * plan.job.microbatches / 2)
 
 
 def test_what_stays_in_float32_is_no_reason_for_bf16() -> None:
-    plan = plan_of()
+    here = plan_of()
+    plan = replace(here, job=replace(here.job, device="cuda"))
     said = " ".join(less_to_send("tp", plan))
     assert 'precision = "bf16"' in said
+    assert "bf16" not in " ".join(less_to_send("tp", here)), "processors may compute slower in it"
     low = replace(plan, job=replace(plan.job, param_dtype="bfloat16"))
     assert 'precision = "bf16"' not in " ".join(less_to_send("tp", low))
 

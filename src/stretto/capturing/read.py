@@ -25,9 +25,9 @@ from stretto.batch.constants import MISSING, ConstantsWatch, Path, part, shown, 
 from stretto.capturing.equal import LayerCall
 from stretto.capturing.state import (
     LEFT_ALONE,
-    LIBRARIES,
     MOST_OBJECTS,
     global_names,
+    of_library,
     of_the_users,
     users_code,
 )
@@ -188,7 +188,7 @@ def _parts(item: Any, read: Iterable[str]) -> Iterator[Part]:
     elif isinstance(item, dict):
         for key in list(item)[:MOST_OBJECTS]:
             if isinstance(key, (str, int)):
-                yield f"[{key!r}", functools.partial(item.get, key, MISSING), True
+                yield f"[{key!r}", functools.partial(dict.get, item, key, MISSING), True
     elif isinstance(item, types.SimpleNamespace):
         yield from ((f".{name}", functools.partial(part, item, f".{name}"), True) for name in vars(item))
     elif isinstance(item, (list, tuple)):
@@ -219,7 +219,7 @@ def _of_function(item: types.FunctionType) -> Iterator[Part]:
         value = table.get(name, MISSING)
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None) or ""
-            if value.__name__.partition(".")[0] not in LEFT_ALONE and not file.startswith(LIBRARIES):
+            if value.__name__.partition(".")[0] not in LEFT_ALONE and not of_library(file):
                 for key in names:
                     yield f".{name}.{key}", functools.partial(vars(value).get, key, MISSING), False
         elif isinstance(value, type) and users_code(value):

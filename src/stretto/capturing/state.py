@@ -14,6 +14,7 @@ larger arrays, and what is farther than `MOST_OBJECTS`.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import sysconfig
 import threading
@@ -45,6 +46,8 @@ LEFT_ALONE = frozenset(
 is outside of Python, of PyTorch, and this one, whose own objects are at work while the model runs."""
 
 LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+INSTALLED = ("/site-packages/", "/dist-packages/")
+"""In the paths of what is installed, into this environment or into one that it is made on."""
 
 HEAP_TYPE = 1 << 9
 """Flag of a class that Python code made."""
@@ -248,7 +251,12 @@ def of_the_users(item: Any) -> bool:
 def users_code(item: Any) -> bool:
     """Of a function or class: whether it is neither of a library nor of this package."""
     file = getattr(sys.modules.get(item.__module__), "__file__", None) or ""
-    return _package(item) not in LEFT_ALONE and not file.startswith(LIBRARIES)
+    return _package(item) not in LEFT_ALONE and not of_library(file)
+
+
+def of_library(file: str) -> bool:
+    """Whether a file is installed, and no program of the user's."""
+    return file.startswith(LIBRARIES) or any(part in file.replace(os.sep, "/") for part in INSTALLED)
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:

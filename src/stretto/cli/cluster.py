@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.common import check_output, write_and_print
+from stretto.cli.common import NamedGroup, check_output, write_and_print
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
-from stretto.report.grid import WIDTH, Grid
+from stretto.report.grid import Grid, console_of
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
@@ -31,7 +31,9 @@ UNITS = {
     "launch_us": "us",
 }
 
-cluster = typer.Typer(add_completion=False, no_args_is_help=True, help="Clusters that can be planned for.")
+cluster = typer.Typer(
+    cls=NamedGroup, add_completion=False, no_args_is_help=True, help="Clusters that can be planned for."
+)
 
 
 @cluster.command("list")
@@ -57,7 +59,7 @@ def show(
 ) -> None:
     """Show what can be planned for: nodes, devices, links, and where every figure is from."""
     check_output("--save", save)
-    console = Console(width=WIDTH)
+    console = console_of()
     result = _found(name)
     if not isinstance(result, Hardware):
         if save is not None:

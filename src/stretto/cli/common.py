@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.files.whole_file import saving
 
 # --- options ------------------------------------------------------------------------------------------
@@ -54,6 +55,19 @@ def command(function: Callable[..., None]) -> typer.Typer:
     program = typer.Typer(add_completion=False)
     program.command()(function)
     return program
+
+
+class NamedGroup(TyperGroup):
+    """Commands of which a wrong name is refused as a wrong setting is: with the nearest that there is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not ctx.resilient_parsing and not args[0].startswith("-"):
+            raise UsageError(
+                f"there is no command `{ctx.command_path} {args[0]}`; "
+                + (meant(args[0], known, "{}") or f"known are {', '.join(known)}")
+            )
+        return super().resolve_command(ctx, args)
 
 
 # --- output -------------------------------------------------------------------------------------------

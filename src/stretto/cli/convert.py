@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from stretto.cli.common import check_output, command, echo_file, write_and_print
 from stretto.convert.megatron import Conversion
@@ -17,7 +16,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.limits import MOST_RANKS
-from stretto.report.grid import WIDTH, Grid
+from stretto.report.grid import Grid, console_of
 
 FATES = {
     "taken": "becomes",
@@ -78,15 +77,18 @@ def convert(
     missed = len(made.of("lacking")) + len(made.of("unknown"))
     refused = strict and missed > 0
 
-    write_and_print(
-        [(None if refused else out, lambda path: write_file(path, made.text))],
-        partial(_list, made, to_error=out is None),
-        lambda path: f"; train with: stretto train {path}",
-    )
+    try:
+        # The settings come first, so that a reader of the list that has seen enough (`| head`) costs none.
+        if out is None and not refused:
+            echo_file(made.text)
+    finally:
+        write_and_print(
+            [(None if refused else out, lambda path: write_file(path, made.text))],
+            partial(_list, made, to_error=out is None),
+            lambda path: f"; train with: stretto train {path}",
+        )
     if refused:
         raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
-    if out is None:
-        echo_file(made.text)
 
 
 def _text(path: Path) -> str:
@@ -100,7 +102,7 @@ def _text(path: Path) -> str:
 
 def _list(made: Conversion, to_error: bool) -> None:
     """Every flag. It goes to standard error where the settings go to standard output."""
-    console = Console(width=WIDTH, stderr=to_error, markup=False, highlight=False, emoji=False)
+    console = console_of(stderr=to_error, markup=False, highlight=False, emoji=False)
     for fate, head in FATES.items():
         if rows := made.of(fate):
             flags = [(row.flag, row.what) for row in rows]

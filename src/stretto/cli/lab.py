@@ -10,11 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from stretto.cli.common import NamedGroup
 from stretto.errors import UsageError
 from stretto.lab.cluster import Lab, examine
 from stretto.train.interrupt import Stops
 
-lab = typer.Typer(add_completion=False, no_args_is_help=True, help="Emulate a slow cluster on this machine.")
+lab = typer.Typer(
+    cls=NamedGroup, add_completion=False, no_args_is_help=True, help="Emulate a slow cluster on this machine."
+)
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})

@@ -11,18 +11,21 @@ import errno
 import gc
 import os
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
-from stretto.cli.common import printable
+from stretto import __version__
+from stretto.cli.common import NamedGroup, printable
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.failure import is_launched
 from stretto.train.interrupt import Stops
 
 COMMANDS = {
+    "init": "Write an example's settings file; list the examples.",
+    "settings": "Print what a settings file may say.",
     "train": "Train a model as a settings file describes.",
     "plan": "Plan a training step and save the plan.",
     "tune": "Choose layout and schedule for a cluster, and write the settings.",
@@ -48,10 +51,11 @@ MODULES = {
     **dict.fromkeys(("simulate", "rehearse", "verify"), "walks"),
     **dict.fromkeys(("show", "cost"), "report"),
     **dict.fromkeys(("check", "export"), "train"),
+    "init": "settings",
 }
 
 
-class StoppableGroup(TyperGroup):
+class StoppableGroup(NamedGroup):
     """Commands whose output fits every terminal, and which end on each signal as on Ctrl-C.
 
     typer carries its own copy of click, so the group must be typer's: classes of click itself do not fit.
@@ -112,7 +116,7 @@ app = typer.Typer(cls=LazyGroup, no_args_is_help=True)
 @app.callback(invoke_without_command=True)
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and end.")) -> None:
     if version:
-        typer.echo(f"stretto {metadata.version('stretto')}")
+        typer.echo(f"stretto {__version__}")
         raise typer.Exit
 
 

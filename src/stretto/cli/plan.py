@@ -21,6 +21,7 @@ from stretto.cli.common import RENEW, Changes, Config, Fresh, check_output, comm
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
+from stretto.report.grid import fitted
 from stretto.train.interrupt import Stops
 from stretto.train.progress import Progress
 
@@ -72,7 +73,7 @@ def plan(
         def show() -> None:
             if stops.numbers:
                 typer.echo("interrupted: this is the best plan so far", err=True)
-            typer.echo(str(made))
+            typer.echo(fitted(str(made)))
 
         write_and_print([(output, made.save)], show)
     if stops.numbers:

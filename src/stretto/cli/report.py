@@ -23,10 +23,10 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.grid import (
-    WIDTH,
     Columns,
     Grid,
     Row,
+    console_of,
     format_bytes,
     format_flops,
     format_share,
@@ -85,7 +85,7 @@ def _print(found: Run) -> None:
     console = Console(width=min(MOST_COLUMNS, usual.width))
     accounts, last = accounts_grid(found), found.timelines[-1:]
     if accounts is not None:
-        console.print(accounts.rich())
+        accounts.print(console)
     for words in run_findings(found):
         console.print(f"- {words}", highlight=False)
     grids = [*map(ranks_grid, last), *run_grids(found, last)]
@@ -93,7 +93,7 @@ def _print(found: Run) -> None:
         grids.append(costliest_grid(costliest_ops(found.plan, most=COSTLIEST, by_inputs=False)))
     for grid in grids:
         if grid.rows:
-            console.print(grid.rich())
+            grid.print(console)
     for timeline in found.timelines:
         console.print(timeline_text(timeline, console.width), highlight=False)
     for note in found.notes:
@@ -137,13 +137,11 @@ def show(
         document = {"stage": stage, "phase": wanted.value, "ops": [line.to_data() for line in lines]}
         typer.echo(json_text.dumps({**document, "totals": totals}, indent=1))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = console_of(PIPED_WIDTH)
     whose = f"stage {stage}"
     if wanted in ONCE_PHASES:
         whose = f"pipeline rank {loaded.rank_of(stage)}, once a step"
-    console.print(_ops_grid(lines, f"{stage}{wanted}: {wanted.meaning} of {whose}").rich())
+    _ops_grid(lines, f"{stage}{wanted}: {wanted.meaning} of {whose}").print(console)
     saved, freed = format_bytes(totals["saved_bytes"]), format_bytes(totals["freed_bytes"])
     lanes = f"{format_us(totals['predicted_us'])} on the compute lane"
     if totals["collectives"]:
@@ -202,7 +200,7 @@ def cost(
         document = {"source": costs.source, "ops": rows, "communications": communications}
         typer.echo(json_text.dumps(document, indent=1))
         return
-    console = Console(width=WIDTH)
+    console = console_of()
     # Where none is known by itself, the source of all, under the table, is that of each op.
     costliest_grid(ops, reads=True, known=bool(costs.op_how)).print(console)
     if communications:

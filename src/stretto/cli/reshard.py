@@ -9,13 +9,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from stretto.cli.common import AsJson, command
 from stretto.errors import UsageError
 from stretto.files.parse import LARGEST
 from stretto.lab.network import parse_rate
-from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
+from stretto.report.grid import Columns, Grid, Row, console_of, format_bytes, format_us, grid_of
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import Choice, ReshardPlan, plan_reshards
 from stretto.tensor.reshard.tasks import MODES, Hosts, Mode, Tensor
@@ -78,7 +77,7 @@ def reshard(
         }
         typer.echo(json.dumps(document, indent=1))
         return
-    console = Console(width=WIDTH)
+    console = console_of()
     title = f"{shape} {dtype}: {src} to {dst}"
     grid_of(title, COLUMNS, rows, words=("mode", "senders, order"), absent="-").print(console)
     console.print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
 from stretto.ir.stage_maps import AUTO, virtual_stages_of
+from stretto.report.grid import UNBROKEN, console_of
 from stretto.report.svg import draw_schedule
 from stretto.report.text import schedule_text
 from stretto.schedule.csv import read_csv, to_csv
@@ -231,8 +233,9 @@ def _search(
 
 def _list_families() -> None:
     wide = max(len(name) for name in FAMILIES)
-    typer.echo(
-        f"{AUTO.ljust(wide)}  the fastest of all families and of a search, for the times given with --times"
-    )
-    for one in FAMILIES.values():
-        typer.echo(f"{one.name.ljust(wide)}  {one.description} ({one.source})")
+    words = {AUTO: "the fastest of all families and of a search, for the times given with --times"}
+    words |= {one.name: f"{one.description} ({one.source})" for one in FAMILIES.values()}
+    columns = console_of(UNBROKEN).width
+    for name, text in words.items():
+        head, behind = f"{name:{wide}}  ", " " * (wide + 2)
+        typer.echo(textwrap.fill(text, columns, initial_indent=head, subsequent_indent=behind))

@@ -147,10 +147,10 @@ def _written(text: str, overrides: Sequence[str], changes: dict[str, Any]) -> st
 
 def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     """The ranked table, and why others are not in it. a_device: units of a step, a device."""
-    from stretto.report.grid import Grid, format_bytes, format_us
+    from stretto.report.grid import Grid, console_of, format_bytes, format_us
     from stretto.tune.work import Planned
 
-    console = Console(width=140, highlight=False)
+    console = console_of(140, highlight=False)
     if tuned.planned:
         title = f"The fastest of {len(tuned.planned)} plans, of {tuned.layouts:,} layouts"
         speed = f"{unit}/s/device"

@@ -41,9 +41,9 @@ def simulate(
 
     def show() -> None:
         console = Console()
-        console.print(summary_grid(timeline, prediction).rich())
+        summary_grid(timeline, prediction).print(console)
         console.print(f"What binds the bound: {prediction.binds}.", highlight=False)
-        console.print(ranks_grid(timeline).rich())
+        ranks_grid(timeline).print(console)
 
     savers = ((trace, partial(save_perfetto, timeline, plan=loaded)), (svg, partial(save_svg, timeline)))
     write_and_print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +89,13 @@ def _number(word: str) -> float | None:
 
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
-    quoted = [f'"{text}"' if " " in text or not text else text for text in values]
+    quoted = [shlex.quote(text) for text in values]
     return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
+
+
+def append(name: str, *values: object) -> str:
+    """What to append to a command, in words that a shell and `--megatron "..."` take as they are."""
+    return f"append {_written(name, [str(value) for value in values])}"
 
 
 def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given | None, str | None]:
@@ -125,9 +131,10 @@ def _expected(row: Flag) -> str:
 @dataclass(slots=True)
 class Tally:
     """values: by dotted key. made_of: the flags of each key, as written; of a key without, why it is there.
-    fates: of each decided flag, and what is said of it. absent: what Megatron does where a flag is not
-    given, and Stretto cannot. refused: why nothing can be written. others: what else was written, with what
-    became of it, and why."""
+    fates: of each decided flag, and what is said of it. absent: what else
+    changes the model or its memory: what Megatron does where a flag is not given, and Stretto cannot, or does
+    otherwise. refused: why nothing can be written. others: what else was written, with what became of it, and
+    why."""
 
     given: Mapping[str, Given]
     values: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.convert.arguments import Tally
+from stretto.convert.arguments import Tally, append
 
 MOST_LAYERS = 10_000
 CAPACITY = (
@@ -17,6 +17,7 @@ CAPACITY = (
     "--moe-model-type",
 )
 KINDS = "--moe-router-load-balancing-type"
+BEFORE = "--moe-router-pre-softmax"
 SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
 
 
@@ -61,7 +62,17 @@ def put_experts(tally: Tally, experts: ExpertFlags | None, hidden: int) -> None:
         _put_transformers(tally, experts, tally.values["model.architecture"])
 
 
+def _refuse_softmax_of_all(tally: Tally, name: str) -> None:
+    if tally.get(BEFORE) and tally.need("--moe-router-topk") > 1:
+        tally.refuse(
+            BEFORE,
+            f"the weights of a token's experts sum to 1 in {name}; of Qwen3-MoE they need not: append "
+            "--swiglu --normalization RMSNorm --position-embedding-type rope --qk-layernorm, or take it out",
+        )
+
+
 def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
+    _refuse_softmax_of_all(tally, "Stretto's mixture")
     tally.put("model.experts", experts.count, "--num-experts")
     tally.put("model.top_k", experts.top_k, "--moe-router-topk")
     wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
@@ -78,7 +89,8 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
         tally.refuse(
             _placed(tally),
             "Stretto has experts in every block, or a plain MLP in one block "
-            f"of so many; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*{experts.layers - 1})",
+            f"of so many; {append('--moe-layer-freq', 1)}, or a list such as "
+            f"'([0]*1+[1]*{experts.layers - 1})'",
         )
     elif every:
         tally.put("model.dense_every", every, _placed(tally))
@@ -92,11 +104,15 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
     if qwen:
         tally.put(f"{key}moe_intermediate_size", experts.width, width[0], why="as wide as an MLP")
         tally.put(f"{key}intermediate_size", experts.plain, width[1])
-        several = experts.top_k > 1  # Megatron takes the probability of a single one
-        tally.put(f"{key}norm_topk_prob", several, why="Megatron takes the softmax of the chosen scores")
+        # Megatron takes the softmax of the chosen scores, or with the flag, and of a single one, of all.
+        several = experts.top_k > 1 and not tally.get(BEFORE)
+        tally.put(
+            f"{key}norm_topk_prob", several, BEFORE, why="Megatron takes the softmax of the chosen scores"
+        )
         if experts.dense:
             tally.put(f"{key}mlp_only_layers", list(experts.dense), _placed(tally))
     else:
+        _refuse_softmax_of_all(tally, name)
         wide = width[0] if tally.is_given(width[0]) else width[1]
         tally.put(f"{key}intermediate_size", experts.width, wide)
         if experts.dense:
@@ -182,7 +198,7 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
         tally.refuse(
             "--moe-layer-freq",
             "expected a number from 1 on, or a list of 0 and 1 for "
-            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})",
+            f"{layers} layers, such as '([0]*1+[1]*{layers - 1})'",
         )
         return ()
     return tuple(n for n, has in enumerate(pattern) if not has)

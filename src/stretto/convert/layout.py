@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.config.stage_text import Stages, evenly, of_counts, read_stages
-from stretto.convert.arguments import Tally
+from stretto.convert.arguments import Tally, append
 from stretto.convert.experts import ExpertFlags
 
 LAYERS, NOOP = "--num-layers", "--noop-layers"
@@ -60,7 +60,20 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
     degree = tally.get("--ampipe-degree")
     if degree != 1:
         tally.put("parallel.ampipe_degree", degree, "--ampipe-degree")
+        _note_dropout(tally)
     _put_recompute(tally)
+
+
+def _note_dropout(tally: Tally) -> None:
+    """Of attention, which draws by itself in a fused kernel."""
+    keys = ("model.dropout", "model.config.attention_dropout")
+    dropped = max(tally.values.get(key) or 0.0 for key in keys)
+    if dropped:
+        tally.absent.append(
+            f"with --ampipe-degree attention that drops ({dropped:g} here) is refused on accelerators, whose "
+            f"kernel draws for a chunk by itself: {append('--attention-dropout', 0)}, and for Stretto's own "
+            "models --hidden-dropout 0"
+        )
 
 
 STRATEGY, INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
@@ -155,6 +168,12 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
     slices = tally.get("--pipe-experts-multi-data")
     if ep == 1:
         return
+    if not tally.values.get("model.capacity_factor"):
+        tally.absent.append(
+            f"buffers of dropless experts have room for all rows, {ep} times the mean, and Megatron's are as "
+            "long as what arrives: parallel.ep_buffer = 1.5 takes less memory, and of what is more the step "
+            "fails or drops (parallel.ep_overflow)"
+        )
     if tally.is_given("--use-pipe-experts"):
         if tally.values.get("model.capacity_factor"):
             tally.put("parallel.pipe_experts", True, "--use-pipe-experts")
@@ -179,6 +198,17 @@ def _put_recompute(tally: Tally) -> None:
             tally.lack("the input of every block is kept, not of one in so many", "--recompute-num-layers")
     elif granularity == "selective" or any(map(tally.is_given, PARTLY)):
         tally.put("parallel.recompute", "selective", "--recompute-granularity", *PARTLY)
+    _note_gathers(tally)
+
+
+def _note_gathers(tally: Tally) -> None:
+    """What Megatron gathers again by itself (`linear_with_grad_accumulation_and_async_allreduce`)."""
+    if tally.values.get("parallel.sequence_parallel") and tally.values.get("parallel.recompute") != "full":
+        tally.absent.append(
+            "with --sequence-parallel Megatron keeps a rank's part of what a matrix reads, and gathers it "
+            "again in the backward; Stretto keeps what was gathered: "
+            'parallel.recompute = "gathers" takes as little memory'
+        )
 
 
 def real_layers(tally: Tally) -> tuple[int, ...]:
@@ -240,10 +270,8 @@ def _each(tally: Tally, ranks: int) -> int:
         return layers // (ranks * wanted)
     fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
-    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{evenly(tally.need(LAYERS), ranks).text}"'
-    tally.refuse(
-        OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; append {append}"
-    )
+    hint = append(OF_EACH, nearest) if nearest else append(TEXT, evenly(tally.need(LAYERS), ranks).text)
+    tally.refuse(OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; {hint}")
     return 1
 
 
@@ -259,8 +287,8 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
     if stages.layers != len(real):
         tally.refuse(
             TEXT,
-            f"it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
-            f'"{evenly(len(real), len(stages.of)).text}"',
+            f"it has {stages.layers} layers, and the model {len(real)}; "
+            + append(TEXT, evenly(len(real), len(stages.of)).text),
         )
     return stages
 
@@ -281,8 +309,8 @@ def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[i
         return
     tally.refused.append(
         f"{', '.join(map(tally.written, flags))}: {layers} layers cannot be shared out so by {ranks} "
-        f"pipeline ranks with {each} stage{'s' if each > 1 else ''} each; append {TEXT} "
-        f'"{evenly(len(real), ranks * each).text}"'
+        f"pipeline ranks with {each} stage{'s' if each > 1 else ''} each; "
+        + append(TEXT, evenly(len(real), ranks * each).text)
     )
 
 

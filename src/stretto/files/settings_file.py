@@ -218,20 +218,29 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[s
     return origin
 
 
+_PART = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^\[\]]*\]|[^,\[\]"'])+""")
+"""A part of a list: up to a comma that is in no quotes and in no list within."""
+_LIST = re.compile(rf"{_PART.pattern}(?:,{_PART.pattern})*")
+
+
 def parse_value(text: str) -> Any:
-    """The TOML value that `text` spells, or else the text itself, so that names need no quotes."""
+    """The TOML value that `text` spells, or else the text itself, so that names need no quotes: not by
+    themselves, and not in a list (`[a, b]`)."""
+    text = text.strip()
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
-        return text.strip()
+        parsed = {}
     # No setting is a date, but a name may look like one.
-    if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
-        return text.strip()
-    return parsed["value"]
+    if parsed.keys() == {"value"} and not isinstance(parsed["value"], date | time):
+        return parsed["value"]
+    if text.startswith("[") and text.endswith("]") and _LIST.fullmatch(text[1:-1]):
+        return [parse_value(part) for part in _PART.findall(text[1:-1])]
+    return text
 
 
 def _within(key: str, name: str) -> bool:
-    return key == name or key.startswith(name + ".")
+    return key == name or key.startswith((name + ".", name + "["))
 
 
 def _trees(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -302,7 +311,9 @@ def _explain(root: type[BaseModel], owner: type[BaseModel], key: str, fault: Err
     # A list is what TOML calls a tuple, and what code may give as well.
     message = re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
     words = _words(_annotation(owner, key.rpartition(".")[2])) if what == "literal_error" else ()
-    return f"{key} = {value!r}", message[0].lower() + message[1:] + meant(value, words, "; {}")
+    one = what in ("list_type", "tuple_type") and isinstance(value, str)
+    hint = f'; one alone is ["{value}"]' if one else meant(value, words, "; {}")
+    return f"{key} = {value!r}", message[0].lower() + message[1:] + hint
 
 
 def _words(annotation: Any) -> Iterator[str]:

@@ -32,6 +32,8 @@ from stretto.ir.compared import beside_bound
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
+from stretto.ir.shown import Shown
+from stretto.ir.work import Work, speed_words, work_of
 
 VERSION = 22
 """Of the plan file; files of other versions are refused."""
@@ -174,8 +176,8 @@ def written_by(write: Callable[[Plan, Path], None]) -> None:
     _writers[:] = [write]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Shown):
     """Schedule, windows, orders, communicators, costs and prediction: what all three executors walk.
 
     overlap: what hides communication in this plan; overlap_why: in words, when that is less than the job
@@ -284,11 +286,28 @@ class Plan:
         (write,) = _writers
         write(self, Path(path))
 
-    def __str__(self) -> str:
-        head = (
-            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.where}, "
-            f"{self.job.microbatches} microbatches (costs {self.costs.source})"
+    @property
+    def work(self) -> Work:
+        """How much a rank computes in a step, and of which peak."""
+        return work_of(self.job, self.ranks, self.costs.peak)
+
+    @property
+    def line(self) -> str:
+        """Its schedule, where it runs and how long a step takes, as `repr` has them."""
+        step = (
+            "not simulated" if self.prediction is None else f"{self.prediction.step_us / 1000:.1f} ms a step"
         )
+        return f"{self._runs}, {step}"
+
+    @property
+    def _runs(self) -> str:
+        return (
+            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.where}, "
+            f"{self.job.microbatches} microbatches"
+        )
+
+    def __str__(self) -> str:
+        head = f"{self._runs} (costs {self.costs.source})"
         result = self.prediction
         if result is None:
             return f"{head}\nnot simulated"
@@ -305,6 +324,7 @@ class Plan:
         rows = [
             ("schedule", f"{self.schedule.family}: {self.schedule_why}" if self.schedule_why else ""),
             ("predicted step", f"{result.step_us / 1000:.1f} ms"),
+            ("speed", speed_words(self.job, self.work, self.world, result.step_us)),
             (f"compute by {self.counted}", f"{ms(result.compute_us)} ms"),
             ("recompute", self._recompute() if self.job.recompute != "none" else ""),
             *((f"exposed by {self.counted}", text) for text in exposed or [f"{ms(result.exposed_us)} ms"]),

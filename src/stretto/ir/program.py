@@ -62,6 +62,7 @@ from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.parameters import TensorSpec as TensorSpec
 from stretto.ir.parameters import Zero as Zero
+from stretto.ir.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +278,8 @@ class Watched(Protocol):
         """Raises UsageError for one that is another now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, repr=False)
+class Job(Shown):
     """A captured training step, cut into stages: what one microbatch computes, and where.
 
     batch: leaf name -> spec of one microbatch's leaf.
@@ -287,16 +288,12 @@ class Job:
     count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
     mean_over: of a loss that is a mean, over how many labels, where the ops show; for a note to the user.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
-    schedule, max_live, pp, recompute: what the user asked for (a family, a CSV file or a schedule; a limit
-        of live microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes
-        again, `stretto.passes.recompute`).
-    microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
-        user names a number (`stretto.schedule.loops`).
+    schedule, max_live, pp, recompute: as asked for: a family, a CSV file or a schedule; a limit of live
+        microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again.
+    microbatch_group: microbatches that go through one of a rank's stages before its next begins, if named.
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
-    message_parts: whether planning may cut messages that are replicated on all tensor-parallel ranks
-        (`stretto.passes.messages_in_parts`).
-    device: the kind of device that the ops were captured for; attention kernels differ between kinds.
-    fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
+    message_parts: whether it may cut messages that all tensor-parallel ranks have in full.
+    device: the kind that ops were captured for. fixed: leaf path -> text of leaves that are no tensors.
     chunks: in how many the sequence is cut within blocks. forms: the same step in other numbers of chunks or
         of stages, of which planning may take one (`stretto.ir.forms`).
     metrics: what the model's code lets users see of its forward.
@@ -350,6 +347,12 @@ class Job:
     def all_ops(self) -> Iterator[tuple[int, Op]]:
         """Those of all stages, each with its stage."""
         return ((stage.index, op) for stage in self.stages for op in stage.all_ops)
+
+    @property
+    def line(self) -> str:
+        """Its name, stages and layout, as `repr` has them."""
+        layout = "".join(f", {axis} = {size}" for axis, size in self.axes)
+        return f"{self.name}: {len(self.stages)} stages, {self.microbatches} microbatches{layout}"
 
     def size(self, axis: str) -> int:
         """The size of an axis other than pp."""

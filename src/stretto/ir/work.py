@@ -9,10 +9,11 @@ attention: one of its backward's five products, which its forward made and did n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+from stretto.ir.axes import DP
 from stretto.ir.costs import Peak
-from stretto.ir.plan import Plan
-from stretto.ir.program import Op
+from stretto.ir.program import Job, Op
 
 SCORES_AGAIN = 1 / 5
 """Of the FLOPs of a fused attention's backward."""
@@ -41,16 +42,46 @@ class Work:
         return flops / step_us / self.peak.flops_per_us if self.peak is not None and step_us else None
 
 
-def work_of(plan: Plan) -> Work:
-    """A rank's work in a step of `plan`. Ranks of one pipeline rank do equal work; pipeline ranks are
-    averaged."""
+def work_of(job: Job, ranks: int, peak: Peak | None) -> Work:
+    """A rank's work in a step of a plan on so many pipeline ranks. Ranks of one pipeline rank do equal work;
+    pipeline ranks are averaged."""
     flops = again_flops = 0.0
-    for _, op in plan.job.all_ops:
+    for _, op in job.all_ops:
         again = op.flops * _part_again(op)
         flops += op.flops - again
         again_flops += again
-    each = plan.job.microbatches / plan.ranks
-    return Work(flops * each, again_flops * each, plan.costs.peak)
+    each = job.microbatches / ranks
+    return Work(flops * each, again_flops * each, peak)
+
+
+def trained_on(job: Job) -> tuple[float, str]:
+    """How many tokens a step trains on, of all ranks, or samples where its loss counts none that can be seen.
+
+    Tokens are the labels that the loss looks at, those that it leaves out (padding) too.
+    """
+    pieces = job.microbatches * job.size(DP.name)
+    count = job.count or job.mean_over
+    if count is not None and isinstance(count.value, float | int):
+        return count.value * pieces, "tokens"
+    if count is not None:
+        return pieces * max(prod(spec.shape) for op in count.ops for spec in op.outputs if spec), "tokens"
+    rows = (spec.shape[0] for name, spec in job.batch if spec.shape and name not in job.replicated)
+    return pieces * next(rows, 0), "samples"
+
+
+def speed_words(job: Job, work: Work, world: int, step_us: float) -> str:
+    """`4,113 tokens/s (2,056 a device), MFU 47.0 %`: what of it is known of a step that takes so long."""
+    number, unit = trained_on(job)
+    words = []
+    if number and step_us and job.trains:
+        per_s = number / step_us * 1e6
+        words.append(f"{_short(per_s)} {unit}/s ({_short(per_s / world)} a device)")
+    mfu = work.mfu(step_us)
+    return ", ".join([*words, *([] if mfu is None else [f"MFU {100 * mfu:.3g} %"])])
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _part_again(op: Op) -> float:

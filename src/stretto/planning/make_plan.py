@@ -30,6 +30,7 @@ from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, WITH_LAST_RUNS, policy_of
+from stretto.passes import OWN
 from stretto.passes.step import Context, Effort, LeftOutError, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import Variants, communicates, names, overlaps
@@ -305,8 +306,8 @@ def _planned_here(
         for one, schedule, cost, limit in zip(jobs, chosen, costs, limits, strict=True)
     ]
     wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
-    # Nothing shows whether a policy of the user's has changed, nor a family among which "auto" chooses.
-    own = wished.order not in BUILT_IN or (wished.auto and FAMILIES.keys() > BUILT_IN_FAMILIES)
+    # Nothing shows whether a policy or pass of the user's has changed, nor a family that "auto" chooses from.
+    own = wished.order not in BUILT_IN or bool(OWN) or (wished.auto and FAMILIES.keys() > BUILT_IN_FAMILIES)
     return plan_on_first(ranks, wishes, partial(_fastest, begun, wished), None if own else kept, wished.watch)
 
 

@@ -16,7 +16,6 @@ from stretto.files.settings_file import flat
 from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import work_of
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
 from stretto.report.grid import Grid, counted, source_word
@@ -36,6 +35,9 @@ from stretto.report.tables import (
 
 REPORT = "report.html"
 """The page's name in a run's folder."""
+
+NARROW_COLUMNS = 4
+"""Columns of numbers that fit a screen of 390 px."""
 
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
@@ -63,7 +65,7 @@ def render(run: Run) -> str:
     for title, settings in (("Summary", run.summary), ("Settings", run.settings)):
         if settings:
             rows = [(key, _shown(value)) for key, value in flat(settings)]
-            body.append(_section(Grid(title, ("", ""), rows, (0, 1))))
+            body.append(section(Grid(title, ("", ""), rows, (0, 1))))
     if run.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
         body.append(f'<h2>Left out</h2><ul class="notes">{notes}</ul>')
@@ -130,7 +132,7 @@ def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
     grids = [
         traffic_grid(timelines) if timelines else None,
         None if shown is None else advice_grid(shown, plan),
-        None if plan is None else rates_grid(work_of(plan), run.timelines, plan.world, run.summary),
+        None if plan is None else rates_grid(plan.work, run.timelines, plan.world, run.summary),
         None if run.measured is None else stalls_grid(run.measured),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),
@@ -143,24 +145,28 @@ def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
 
 def _tables(run: Run) -> list[str]:
     accounts = accounts_grid(run)
-    left = "" if accounts is None else _section(accounts)
-    right = "".join(_section(ranks_grid(timeline)) for timeline in run.timelines)
+    left = "" if accounts is None else section(accounts)
+    right = "".join(section(ranks_grid(timeline)) for timeline in run.timelines)
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
     body = [f'<div class="pair">{sides}</div>']
-    body += [_section(grid) for grid in run_grids(run, run.timelines)]
+    body += [section(grid) for grid in run_grids(run, run.timelines)]
     picture = None if run.observed is None else loads_table(run.observed)
     if picture is not None:
         body.append(f'<div class="scroll">{picture}</div>')
     costliest = [] if run.plan is None else costliest_ops(run.plan)
     if costliest:
-        body.append(_section(costliest_grid(costliest, reads=True)))
+        body.append(section(costliest_grid(costliest, reads=True)))
     return body
 
 
-def _section(grid: Grid) -> str:
+def section(grid: Grid) -> str:
+    """A table with its title and caption. On a phone a wide one has a block a row, and each cell its head."""
+    wide = len(grid.head) > NARROW_COLUMNS or any(grid.words[1:])
 
     def cell(tag: str, at: int, text: str) -> str:
         style = ' class="words"' if at and at in grid.words else ""
+        if wide and tag == "td" and grid.head[at]:
+            style += f' data-head="{escape(grid.head[at], quote=True)}"'
         # Leading spaces set a row in.
         lead = "&emsp;" * ((len(text) - len(text.lstrip(" "))) // 2)
         return f"<{tag}{style}>{lead}{escape(text.strip())}</{tag}>"
@@ -171,7 +177,8 @@ def _section(grid: Grid) -> str:
     )
     top = f"<thead><tr>{head}</tr></thead>" if any(grid.head) else ""
     note = f'<p class="where">{escape(grid.caption)}</p>' if grid.caption else ""
-    table = f'<div class="scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
+    kind = ' class="wide"' if wide else ""
+    table = f'<div class="scroll"><table{kind}>{top}<tbody>{rows}</tbody></table></div>'
     return f"<h2>{escape(grid.title)}</h2>{table}{note}"
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError
@@ -26,7 +25,7 @@ from stretto.files.whole_file import saving, write_file
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import Work, work_of
+from stretto.ir.work import Work
 from stretto.report.files import OBSERVED
 from stretto.report.findings import stalls_grid
 from stretto.report.html import REPORT, write_page
@@ -100,7 +99,7 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
         say(line)
     if measured is not None and prediction is not None:
         say("")
-        Console().print(comparison_grid(prediction, measured).rich())
+        comparison_grid(prediction, measured).print()
     if results.seen is not None and (loads := load_grid(results.seen)) is not None:
         loads.print()
         # Who waits for whom and why.
@@ -152,7 +151,7 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
         summary["loss"] = results.losses[-1]
         summary["step_s"] = statistics.median(results.step_s)
         count = training.global_batch * task.size
-        summary |= speed_line(task.unit, count, summary["step_s"], results.plan.world, work_of(results.plan))
+        summary |= speed_line(task.unit, count, summary["step_s"], results.plan.world, results.plan.work)
     if prediction is not None:
         summary["predicted_step_us"] = prediction.step_us
     if measured is not None:

@@ -30,7 +30,6 @@ from stretto.errors import RunError
 from stretto.files.say import silent
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import work_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
@@ -161,7 +160,7 @@ class Trainer:
         )
         for line in str(plan).splitlines():
             say(line)
-        self._work = work_of(plan)
+        self._work = plan.work
         move(model, plan, self.world.rank, self.world.device)
         self.runner = Runner(
             plan,
