@@ -173,6 +173,13 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
     return shapes
 
 
+def rows(batch: Any) -> int:
+    """How many rows a batch has. Raises UsageError for one whose leaves have several numbers."""
+    shapes = microbatch_shapes(batch, 1)
+    cut = shapes.keys() - {*replicated_leaves(batch)}
+    return int(next(shapes[name][0] for name in shapes if name in cut))
+
+
 def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
     sizes: dict[int, str] = {}
     for name, shape in shapes.items():

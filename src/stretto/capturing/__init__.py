@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
+from stretto.capturing.again import captured_again
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import CaptureError, UsageError
@@ -73,7 +74,7 @@ def capture(
     _check_arguments(model, loss, parallel, device, stages)
     captures = Captures(model, batch, loss, DTYPES[precision], device, tp_plan, equal_layers)
     job, *others = _forms(captures, parallel, stages)
-    return replace(job, forms=tuple(others))
+    return replace(job, forms=tuple(others), recipe=partial(captured_again, captures, parallel))
 
 
 def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:
