@@ -1,4 +1,4 @@
-"""One Runner, several shapes of batches: the same parameters, gradients and optimizer, as in the plain model."""
+"""One Runner, several shapes of batches: parameters, gradients and optimizer are as in the plain model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from stretto.runtime.memory_adapter import MemoryMeter
 from tests.cells import slow
 from tests.clusters import cores
 from tests.runtime.equality import (
+    SMALL,
     VOCAB,
     Result,
     assert_equal,
+    from_transformers,
     gpt,
     huggingface_loss,
     joined,
-    model_of,
     plain,
     tokens,
 )
@@ -43,6 +44,12 @@ def batch_of(columns: int, rows: int = ROWS, seed: int = 0) -> Batch:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@functools.cache
+def llama() -> nn.Module:
+    config = {**SMALL, "num_hidden_layers": 2}
+    return from_transformers("LlamaForCausalLM", **config, tie_word_embeddings=True).double()
+
+
 def captured(model: nn.Module, batch: Any, **layout: Any) -> stretto.Job:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)
@@ -58,10 +65,6 @@ def again(job: stretto.Job, batch: Any, **how: Any) -> stretto.Plan:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)
         return planned(job.with_batch(batch, **how))
-
-
-def llama() -> nn.Module:
-    return model_of("llama tied", torch.float64)
 
 
 @functools.cache
@@ -113,12 +116,17 @@ def of_plain_model(batches: Sequence[Batch], model: nn.Module) -> tuple[list[Res
     return results, own
 
 
-@pytest.mark.parametrize("layout", [slow({"pp": 2, "tp": 2}), {"pp": 2}, slow({"dp": 2, "tp": 2})], ids=str)
-def test_eight_lengths_train_as_the_plain_model_does(layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [({"pp": 2}, 3), slow({"pp": 2, "tp": 2}, 8), slow({"dp": 2, "tp": 2}, 8), slow({}, 8)],
+    ids=str,
+)
+def test_many_lengths_train_as_the_plain_model_does(layout: dict[str, int], count: int) -> None:
     """Every step's gradients, with AdamW between them: a state that some shape did not reach would show."""
     _, first = of_layout(**layout)
-    plans = [first, *(of_shape(columns, **layout) for columns in LENGTHS[1:])]
-    batches = [batch_of(columns, seed=at) for at, columns in enumerate((*LENGTHS, *LENGTHS[2:5]))]
+    lengths = LENGTHS[:count]
+    plans = [first, *(of_shape(columns, **layout) for columns in lengths[1:])]
+    batches = [batch_of(columns, seed=at) for at, columns in enumerate((*lengths, *lengths[2:5]))]
     found = trained(plans, batches, llama())
     expected, _ = of_plain_model(batches, llama())
     for at, want in enumerate(expected):
@@ -180,7 +188,7 @@ def test_plans_are_made_when_they_are_asked_for_and_once() -> None:
     ):
         runner.step(batch_of(7))
     runner = Runner(first, model, plan_for=lambda _: job)  # type: ignore[arg-type, return-value]
-    with pytest.raises(stretto.UsageError, match="plan_for gives a plan .*, not a Job"):
+    with pytest.raises(stretto.UsageError, match=r"plan_for gives a plan .*, not a Job"):
         runner.step(batch_of(7))
 
 
@@ -208,8 +216,8 @@ def test_what_no_plan_is_for() -> None:
     runner = Runner([first, of_shape(5)], copy.deepcopy(llama()))
     with pytest.raises(
         stretto.UsageError,
-        match=r"no plan of this Runner is for a batch of input_ids \[4, 6\], labels \[4, 6\]; it has plans for: "
-        r"input_ids \[4, 9\].*; input_ids \[4, 5\].*runner\.add.*plan_for=",
+        match=r"no plan of this Runner is for a batch of input_ids \[4, 6\], labels \[4, 6\]; it has "
+        r"plans for: input_ids \[4, 9\].*; input_ids \[4, 5\].*runner\.add.*plan_for=",
     ):
         runner.step(batch_of(6))
     with pytest.raises(stretto.UsageError, match=r"every batch must have that shape.*runner\.add"):
@@ -329,7 +337,7 @@ def test_a_job_of_which_planning_chooses_needs_the_plan_of_the_first_shape() -> 
 
         step = functools.partial(work, plan=other, batch=small(5, rows))
         found, _ = run_threads(first, lambda _: copy.deepcopy(model), step)
-        assert abs(float(found - mean_loss(model, small(5, rows)))) < TOLERANCE
+        assert abs(float(found - mean_loss(model, small(5, rows)).detach())) < TOLERANCE
 
 
 def test_rows_that_copies_cannot_share() -> None:
@@ -346,7 +354,7 @@ def test_a_plan_has_no_model_and_no_recipe(tmp_path: Path) -> None:
     assert first.job.recipe is None
     first.save(tmp_path / "plan.json")
     for one in (first, stretto.load_plan(tmp_path / "plan.json")):
-        with pytest.raises(stretto.UsageError, match="keep what stretto.capture returned"):
+        with pytest.raises(stretto.UsageError, match=r"keep what stretto\.capture returned"):
             one.job.with_batch(batch_of(5))
 
 
@@ -381,7 +389,7 @@ def test_draws_go_on_over_shapes() -> None:
 
 
 def test_memory_is_that_of_the_largest() -> None:
-    job, first = of_layout()
+    _, first = of_layout()
     runner = Runner([first, of_shape(5), of_shape(16)], copy.deepcopy(llama()))
 
     def peak(*lengths: int) -> int:
@@ -396,7 +404,7 @@ def test_memory_is_that_of_the_largest() -> None:
         runner.step(batch_of(columns))
     alone = {columns: peak(columns) for columns in (9, 5, 16)}
     assert alone[5] < alone[9] < alone[16]
-    assert peak(5, 9, 16, 5, 9, 16) == alone[16]
+    assert peak(5, 9, 16, 5, 9, 16) <= 1.001 * peak(*(16,) * 6)  # losses are a few bytes
 
 
 def test_communicators_are_opened_once() -> None:
@@ -404,7 +412,7 @@ def test_communicators_are_opened_once() -> None:
 
     def work(runner: Runner) -> tuple[set[str], set[str]]:
         before = {*runner.transport.members}
-        runner.add(of_shape(5, pp=2, tp=2))
+        runner.add(of_shape(LENGTHS[1], pp=2, tp=2))
         return before, {*runner.transport.members}
 
     for before, after in run_threads(first, lambda _: copy.deepcopy(llama()), work):

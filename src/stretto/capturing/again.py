@@ -15,9 +15,10 @@ from stretto.batch import tree
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
+from stretto.ir.action import Schedule, Slot
 from stretto.ir.program import Job
 from stretto.ir.recipe import Planned
-from stretto.ir.stage_maps import AUTO
+from stretto.ir.stage_maps import AUTO, is_own
 
 
 def captured_again(
@@ -40,10 +41,24 @@ def captured_again(
     again = replace(captures, batch=batch, like=first)
     degree = first.chunks if parallel.ampipe_degree == "auto" else None
     made = again.job(changed, len(first.stages), degree)
-    if like is not None and job.schedule == AUTO:
-        same = count == first.microbatches
-        made = replace(made, schedule=like.schedule if same else like.schedule.family)
+    if like is not None and (
+        not isinstance(job.schedule, str) or job.schedule == AUTO or is_own(job.schedule)
+    ):
+        made = replace(made, schedule=_of_fewer(like.schedule, count))
     return made
+
+
+def _of_fewer(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule without the microbatches that are not there: what is left waits for nothing new."""
+
+    def kept(slot: Slot) -> Slot | None:
+        left = tuple(action for action in slot.actions if action.microbatch < microbatches)
+        return slot if len(left) == len(slot.actions) else left[0] if left else None
+
+    if microbatches >= schedule.microbatches:
+        return schedule
+    orders = (tuple(filter(None, map(kept, order))) for order in schedule.orders)
+    return replace(schedule, microbatches=microbatches, orders=tuple(orders))
 
 
 def _most_microbatches(batch: Any, parallel: ParallelSettings) -> int:
