@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.batch import tree
+from stretto.batch.dims import marked
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
@@ -35,6 +36,7 @@ def captured_again(
             "planning chooses stages, chunks or the schedule of this job, and another shape needs the same: "
             "give the plan of the first, job.with_batch(batch, like=plan)"
         )
+    batch = marked(batch, dict(job.batch_dims))
     first: Job = job if like is None else like.job
     count = microbatches or _most_microbatches(batch, parallel)
     changed = parallel.model_copy(update={"microbatches": count})

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.batch.dims import marked
 from stretto.batch.loss import Loss
 from stretto.capturing.cuts import cuts_of
 from stretto.capturing.laid_out import laid_out
@@ -49,7 +50,7 @@ def capture_evaluation(
     try:
         traced = trace(
             model,
-            batch,
+            marked(batch, dict(training.batch_dims)),
             loss,
             microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),

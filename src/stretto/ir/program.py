@@ -253,7 +253,9 @@ class Job:
     """A captured training step, cut into stages: what one microbatch computes, and where.
 
     batch: leaf name -> spec of one microbatch's leaf.
-    replicated: leaves of the batch that every microbatch takes in full.
+    replicated: leaves of the batch that every microbatch takes in full. batch_dims: (leaf, dim) of those
+        whose rows are given along another dim than the first; None where they are none. All else here has
+        rows first.
     loss: (stage, value) of the microbatch's loss: a mean, or with a `count` a sum.
     count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
     mean_over: of a loss that is a mean, over how many labels, where the ops show; for a note to the user.
@@ -315,6 +317,7 @@ class Job:
     zero: Zero = field(default=0, metadata=WHERE_SET)
     updates: bool = field(default=False, metadata=WHERE_SET)
     clip_norm: float | None = field(default=None, metadata=WHERE_SET)
+    batch_dims: tuple[tuple[str, int | None], ...] = field(default=(), metadata=WHERE_SET)
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
     recipe: Recipe | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from stretto.batch import tree
+from stretto.batch.dims import marked, shape_given
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.integers import NumbersRead
 from stretto.ir.plan import Plan
@@ -43,6 +44,8 @@ def fit_batch(
     have changed: they are part of the plan; and for `numbers` out of range, which are looked at as they are
     given: on processors one need not wait for.
     """
+    dims = dict(job.batch_dims)
+    batch = marked(batch, dims)
     given, given_replicated = tree.flatten(batch), tree.replicated_leaves(batch)
     expected = dict(job.batch)
     _check_marks(job, batch, given, given_replicated)
@@ -72,8 +75,9 @@ def fit_batch(
         want = spec.shape if full else (spec.shape[0] * job.pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
             how = "in full for each microbatch" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
+            has, wants = (list(shape_given(tuple(one), dims.get(name))) for one in (leaf.shape, want))
             raise UsageError(
-                f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
+                f"batch leaf {name!r} has shape {has}; the plan was made for {wants} "
                 f"({how}): every batch must have that shape. A Runner may have several plans: "
                 "runner.add(stretto.plan(job.with_batch(batch), ...))"
             )

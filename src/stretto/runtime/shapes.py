@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.batch import tree
+from stretto.batch.dims import shape_given
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter
@@ -99,8 +100,9 @@ class Shape:
 
 
 def full_shape(job: Job, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a leaf of the full batch, of one microbatch's."""
-    return shape if name in job.replicated else (shape[0] * job.pieces, *shape[1:])
+    """The shape of a leaf of the full batch, as it is given, of one microbatch's."""
+    full = shape if name in job.replicated else (shape[0] * job.pieces, *shape[1:])
+    return shape_given(full, dict(job.batch_dims).get(name))
 
 
 def find(known: Sequence[Shape], wanted: Shape) -> int | None:
