@@ -59,7 +59,7 @@ def _of_fewer(schedule: Schedule, microbatches: int) -> Schedule:
 
     if microbatches >= schedule.microbatches:
         return schedule
-    orders = (tuple(filter(None, map(kept, order))) for order in schedule.orders)
+    orders = (tuple(one for one in map(kept, order) if one is not None) for order in schedule.orders)
     return replace(schedule, microbatches=microbatches, orders=tuple(orders))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stretto.batch import tree
 from stretto.batch.dims import with_dims
-from stretto.batch.loss import Loss, loss_and_count
+from stretto.batch.loss import Loss, loss_alone, loss_and_count
 from stretto.capturing import capture
 from stretto.capturing.state import PythonState
 from stretto.config import ParallelSettings
@@ -296,7 +296,7 @@ def _differences(
     """Steps 3 and 4: the loss as ranks compute it, and the differences of gradients."""
 
     def work(runner: Runner) -> tuple[dict[str, int], float, dict[str, Tensor]]:
-        value = float(runner.step(batch))
+        value = float(loss_alone(runner.step(batch)))
         grads = {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
         return runner.coordinates, value, grads
 

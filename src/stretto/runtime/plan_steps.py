@@ -20,6 +20,7 @@ from stretto.runtime.rank import RankState
 from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.record import Marks
 from stretto.runtime.step_graph import StepGraph
+from stretto.runtime.step_metrics import StepMetrics
 from stretto.runtime.transport import ThreadTransport, Transport
 
 
@@ -45,6 +46,7 @@ class PlanSteps:
         )
         if compiler is not None:
             transport.all_gather(None)  # so that no rank's first collective waits while another compiles
+        self.metrics = StepMetrics(plan, transport, self.state.watch.returned, tensors.device)
         self.numbers = numbers_read(plan.job)
         self._means = UnequalMeans(plan.job, tensors.device, transport.rank)
         self._values = None if model is None else watch_model(model, plan.job.read, plan.job.trains)

@@ -271,10 +271,11 @@ class Runner:
 
     # Steps.
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any) -> Any:
         """Forward and backward of one batch; gradients are added to `.grad`, or where the plan has updates,
         used by them. Returns the step's loss (0-d): the mean of the microbatches' losses, or their sum over
-        what they count, of all data-parallel copies.
+        what they count, of all data-parallel copies. Where the loss function returns metrics, (loss, metrics
+        by name), the same on every rank (`stretto.batch.loss`).
 
         batch: a tree like the captured one; every rank is given the full batch and reads its part. With
         several plans its shape says which one the step takes; ranks compare it before the step.
@@ -291,7 +292,7 @@ class Runner:
         grads, now.state.grads = now.state.grads, {}
         check_room(now.state.watch, self.transport)
         give(now.tensors, grads)
-        return loss
+        return (loss, now.metrics.of_step()) if now.metrics else loss
 
     def _for(self, batch: Any) -> PlanSteps:
         """The plan of the batch's shape, which is made where it is asked for and there is none."""

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stretto.batch.loss import has_metrics, loss_alone
 from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
@@ -81,6 +82,7 @@ class Trainer:
         self.metrics: Metrics | None = None
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
+        self._returned: dict[str, Any] = {}
         self._held_out_at: tuple[int, float] | None = None
         self._seen: ObservedRun | None = None
         self._locks = ExitStack()
@@ -266,6 +268,7 @@ class Trainer:
             self._step_s.append(step_s)
             line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
             count = training.global_batch * task.size
+            line |= {"metrics": self._returned} if self._returned else {}
             line |= speed_line(task.unit, count, step_s, self.world.size, self._work)
             gathered = self._gather_timeline()
             if gathered is not None:
@@ -288,8 +291,12 @@ class Trainer:
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        queued = self.runner.step(batch), self.runner.grad_norm if self.clip is None else self.clip()
+        stepped = self.runner.step(batch)
+        queued = loss_alone(stepped), self.runner.grad_norm if self.clip is None else self.clip()
         loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
+        self._returned = (
+            {name: one.tolist() for name, one in stepped[1].items()} if has_metrics(stepped) else {}
+        )
         if not math.isfinite(loss) or not math.isfinite(norm):
             what = "nothing was updated" if self.clip is not None else "parameters were updated by it"
             raise RunError(
