@@ -183,8 +183,13 @@ class Runner:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those of all shapes; `plan` is the first."""
+        """Those of all shapes, in the order in which they came; `plan` is the first."""
         return tuple(one.plan for one in self._plans)
+
+    @property
+    def plan_of_step(self) -> Plan:
+        """The one that the last step took; before a step the first."""
+        return self._now.plan
 
     @property
     def state(self) -> RankState:

@@ -32,7 +32,7 @@ from stretto.errors import RunError
 from stretto.files.say import silent
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import work_of
+from stretto.ir.work import Work, work_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
@@ -53,6 +53,7 @@ from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.optimizer import learning_rate, make_optimizer
 from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
+from stretto.train.replan import plans_of
 from stretto.train.results import (
     Metrics,
     Results,
@@ -83,6 +84,7 @@ class Trainer:
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._returned: dict[str, Any] = {}
+        self._works: dict[int, Work] = {}
         self._held_out_at: tuple[int, float] | None = None
         self._seen: ObservedRun | None = None
         self._locks = ExitStack()
@@ -149,7 +151,7 @@ class Trainer:
         check_shared(self.world, settings.checkpoint_dir)
         begin("capturing the model")
         model, loss = task.model(), task.loss
-        batch = task.train(0, settings.training.global_batch)
+        batch = task.first_batch(settings.training.global_batch)
         layout_of_run(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
@@ -168,7 +170,6 @@ class Trainer:
         )
         for line in str(plan).splitlines():
             say(line)
-        self._work = work_of(plan)
         move(model, plan, self.world.rank, self.world.device)
         self.runner = Runner(
             plan,
@@ -178,12 +179,15 @@ class Trainer:
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
             optimizer=partial(make_optimizer, settings=settings.optimizer) if job.updates else None,
+            plan_for=plans_of(settings, task, plan, kept, device, say),
         )
+        del job  # which has the model
         begin("preparing the held-out loss")
+        held_out = batch if task.example is None else task.held_out(0, settings.training.global_batch)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)
             self.evaluation = Evaluation(
-                *(self.runner, model, batch, loss),
+                *(self.runner, model, held_out, loss),
                 parallel=settings.parallel,
                 order=settings.planning.order,
                 steps=held_out_steps(settings.training),
@@ -262,14 +266,15 @@ class Trainer:
         enter_phase("training")
         while self.step < training.steps:
             begin_s = time.perf_counter()
-            loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
+            batch = task.train(self.step, training.global_batch)
+            loss, rate, norm = self._one_step(batch)
             step_s = time.perf_counter() - begin_s
             self._losses.append(loss)
             self._step_s.append(step_s)
             line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
-            count = training.global_batch * task.size
+            count = task.counted(batch)
             line |= {"metrics": self._returned} if self._returned else {}
-            line |= speed_line(task.unit, count, step_s, self.world.size, self._work)
+            line |= speed_line(task.unit, count, step_s, self.world.size, self._work())
             gathered = self._gather_timeline()
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
@@ -309,11 +314,19 @@ class Trainer:
         self.step += 1
         return loss, rate, norm
 
+    def _work(self) -> Work:
+        """That of the plan which the last step took."""
+        plan = self.runner.plan_of_step
+        if id(plan) not in self._works:
+            self._works[id(plan)] = work_of(plan)
+        return self._works[id(plan)]
+
     def _gather_timeline(self) -> float | None:
         """On steps that are logged or traced: the share of the step that is exposed communication. Steps that
         are replayed have no timeline, and the last that has one is taken for all that are traced."""
         training, traced = self.settings.training, self.settings.output.trace_steps
-        trace = self.step > training.steps - traced
+        # Reports compare with the first plan's prediction.
+        trace = self.step > training.steps - traced and self.runner.plan_of_step is self.runner.plan
         if self.runner.replayed:
             if trace and not self.timelines:
                 self.timelines.append(self.runner.timeline())
