@@ -151,6 +151,7 @@ def lines_of(trainer: Any) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, found) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_over_buckets_learns_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_text = (
         f'data.paths=["{folder}/lines.jsonl"]',
