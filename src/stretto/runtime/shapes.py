@@ -50,7 +50,7 @@ def _difference(first: Plan, plan: Plan) -> str | None:
     def differs(what: str, has: object, wants: object) -> str:
         return f"the further plan has {what} {has}, and the Runner's first plan {wants}"
 
-    whole: Mapping[str, Callable[[Plan], object]] = {
+    of_plan: Mapping[str, Callable[[Plan], object]] = {
         "ranks": lambda one: " ".join(f"{axis}={size}" for axis, size in one.mesh.sizes),
         "device": lambda one: one.job.device,
         "a backward:": lambda one: one.job.trains,
@@ -58,7 +58,7 @@ def _difference(first: Plan, plan: Plan) -> str | None:
         "clip_norm =": lambda one: one.job.clip_norm,
         "buffers that it writes:": lambda one: sorted(b.name for b in one.job.buffers if b.updates),
     }
-    for what, of in whole.items():
+    for what, of in of_plan.items():
         if of(plan) != of(first):
             return differs(what, of(plan), of(first))
     names, wanted = ([p.name for p in one.job.parameters] for one in (plan, first))
