@@ -226,6 +226,31 @@ def test_what_no_plan_is_for() -> None:
         runner.add(first.job)  # type: ignore[arg-type]
 
 
+def test_other_constants_alone_ask_for_no_plan() -> None:
+    """Which might be others in every step."""
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return mean_loss(model, batch) * batch["k"]
+
+    job = stretto.capture(Other(), {**small(7), "k": 2}, loss, stretto.Parallel())
+    asked: list[int] = []
+
+    def plan_for(batch: dict[str, Any]) -> stretto.Plan:
+        asked.append(batch["k"])
+        return planned(job.with_batch(batch))
+
+    runner = Runner(planned(job), Other(), plan_for=plan_for)
+    with pytest.raises(stretto.UsageError, match=r"'k' is 3, but the plan was captured with 2"):
+        runner.step({**small(7), "k": 3})
+    short = runner.step({**small(5), "k": 3})  # with a shape of its own a constant may be another
+    assert float(short) == pytest.approx(3.0 * float(mean_loss(Other(), small(5)).detach()), rel=1e-5)
+    runner.add(planned(job.with_batch({**small(7), "k": 3})))
+    assert float(runner.step({**small(7), "k": 3})) == pytest.approx(
+        1.5 * float(runner.step({**small(7), "k": 2}))
+    )
+    assert asked == [3]
+
+
 def test_ranks_with_batches_of_several_shapes_are_told_so() -> None:
     """They would wait for each other forever."""
     _, first = of_layout(pp=2)

@@ -81,7 +81,8 @@ def capture(
     batch = with_dims(batch, batch_dims)
     captures = Captures(model, batch, loss, DTYPES[precision], device, tp_plan, equal_layers)
     job, *others = _forms(captures, parallel, stages)
-    return replace(job, forms=tuple(others), recipe=partial(captured_again, captures, parallel))
+    untraced = replace(captures)  # a job keeps no traces
+    return replace(job, forms=tuple(others), recipe=partial(captured_again, untraced, parallel))
 
 
 def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:

@@ -306,7 +306,7 @@ class Runner:
         wanted = Shape.of_batch(batch)
         agree_on_shape(self.transport, wanted)
         at = find(self._shapes, wanted)
-        if at is None or (self._plan_for is not None and wanted not in self._shapes):
+        if at is None:
             if self._plan_for is None:
                 raise no_plan(self._shapes, wanted)
             self.add(planned(self.transport, self._plan_for, batch, self._threads))

@@ -3,7 +3,8 @@
 1. A further plan must have every parameter where the first has it, and as the same part: gradients and
    the optimizer's state are those of the first. What is computed may differ in all else: shapes,
    microbatches, the order of work.
-2. A batch belongs to the plan whose leaves have its shapes and whose constants are its own.
+2. A batch belongs to the plan whose leaves have its shapes; of several, to that of its constants. Other
+   constants alone ask for no new plan, since they might differ in every step: they are refused.
 3. Every rank is given the full batch, so all find the same plan; before a step they compare what they
    found, since ranks that walk different plans would wait for each other forever.
 """
@@ -118,9 +119,12 @@ def agree_on_shape(transport: Transport, wanted: Shape) -> None:
     gathered = transport.all_gather(wanted)
     for rank, other in enumerate(gathered):
         if other != gathered[0]:
+            has, wants = map(str, (other, gathered[0]))
+            if has == wants:
+                has, wants = (f"constants {dict(one.constants)}" for one in (other, gathered[0]))
             raise UsageError(
-                f"rank {rank} was given a batch of {other}, rank 0 one of {gathered[0]}: every rank must be "
-                "given the full batch, the same on all, of which it reads its part"
+                f"rank {rank} was given a batch of {has}, rank 0 one of {wants}: every rank must be given "
+                "the full batch, the same on all, of which it reads its part"
             )
 
 

@@ -171,6 +171,7 @@ class Trainer:
         for line in str(plan).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
+        several = task.example is not None or settings.task is not None  # shapes of batches
         self.runner = Runner(
             plan,
             model,
@@ -179,7 +180,7 @@ class Trainer:
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
             optimizer=partial(make_optimizer, settings=settings.optimizer) if job.updates else None,
-            plan_for=plans_of(settings, task, plan, kept, device, say),
+            plan_for=plans_of(settings, task, plan, kept, device, say) if several else None,
         )
         del job  # which has the model
         begin("preparing the held-out loss")
