@@ -163,9 +163,9 @@ class GPT(nn.Module):
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """positions_BS: of tokens in their documents, where a row has several, of which each begins at 0 and
         sees none of the others."""
-        x_BSD, mask_B1SS = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
+        x_BSD, mask = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
         for block in self.blocks:
-            x_BSD = block(x_BSD, mask_B1SS)
+            x_BSD = block(x_BSD, *mask)
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
 
@@ -199,15 +199,15 @@ class GPT(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=stream, device="cpu") * std)
 
 
-def document_mask(positions_BS: Tensor | None) -> Tensor | None:
-    """Which tokens see which, (B, 1, S, S): those before them in their document, which begins where a
-    position is 0. None where there are no positions: all that came before."""
+def document_mask(positions_BS: Tensor | None) -> tuple[Tensor, ...]:
+    """What blocks are given besides their input: which tokens see which, (B, 1, S, S), those before them in
+    their document, which begins where a position is 0. Nothing where there are no positions."""
     if positions_BS is None:
-        return None
+        return ()
     document_BS = (positions_BS == 0).cumsum(dim=-1)
     same_B1SS = document_BS[:, None, :, None] == document_BS[:, None, None, :]
     S = positions_BS.shape[-1]
-    return same_B1SS & torch.ones(S, S, dtype=torch.bool, device=positions_BS.device).tril()
+    return (same_B1SS & torch.ones(S, S, dtype=torch.bool, device=positions_BS.device).tril(),)
 
 
 IGNORED = -100

@@ -184,11 +184,11 @@ class MoEGPT(GPT):
     def forward(  # type: ignore[override]
         self, tokens_BS: Tensor, positions_BS: Tensor | None = None
     ) -> Output:
-        x_BSD, mask_B1SS = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
+        x_BSD, mask = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
         precise = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         losses = x_BSD.new_zeros(2, dtype=precise)
         for block in self.blocks:
-            x_BSD, losses = block(x_BSD, losses, mask_B1SS)
+            x_BSD, losses = block(x_BSD, losses, *mask)
         return Output(self.head(self.norm(x_BSD)), losses)
 
 
