@@ -279,7 +279,8 @@ BATCHES: list[tuple[Any, str]] = [
     (torch.zeros(7, WIDTH), "has 7 rows, which do not divide into 2 microbatches"),
     (torch.zeros(0, WIDTH), "has no rows"),
     ({"a": torch.zeros(4, 1), "b": torch.zeros(8, 1)}, "'a' has 4, 'b' has 8 rows"),
-    ({"ids": torch.zeros(4, 3), "at": torch.zeros(1, 3, 2)}, "x.expand"),
+    ({"ids": torch.zeros(4, 3), "at": torch.zeros(1, 3, 2)}, "batch_dims={'at': None}"),
+    ({"ids": torch.zeros(4, 3), "at": torch.zeros(2, 4, 3)}, "batch_dims={'at': 1}"),
     ({"a": stretto.replicated(torch.zeros(4))}, "every leaf of the batch is marked"),
     (rows().to_sparse(), "'batch' is a sparse_coo tensor"),
     ({"x": torch.nested.nested_tensor([rows(2), rows(1)])}, "'x' is a nested tensor"),
@@ -294,7 +295,7 @@ def test_batches(batch: Any, word: str) -> None:
 
 
 def test_mappings_of_a_batch_are_read_by_keys() -> None:
-    message = refusal(Chain(), Encoding(x=rows()), lambda m, mb: m(mb.x).square().mean())
+    message = refusal(Chain(), {"x": rows()}, lambda m, mb: m(mb.x).square().mean())
     assert "by keys, ['x']" in message
 
 

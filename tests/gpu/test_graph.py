@@ -50,6 +50,32 @@ def test_it_is_the_walked_step(kind: str, cleared: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_graphs_of_several_shapes_share_memory_and_keep_gradients(cleared: bool) -> None:
+    """Each is recorded at its third step; gradients that another graph's replay finds are copied away."""
+    model = gpt().to("cuda", torch.float32)
+    shapes = (CONTEXT + 1, CONTEXT // 2 + 1)
+    given = [data[:, : shapes[at % 2]].contiguous() for at, data in enumerate(batches(12))]
+    job = stretto.capture(model, given[0], loss=next_token_sum, parallel=Parallel(microbatches=2))
+    plans = [stretto.plan(job, "h100x1"), stretto.plan(job.with_batch(given[1]), "h100x1")]
+    found = []
+    for cuda_graph in (False, True):
+        own = copy.deepcopy(model)
+        runner = stretto.Runner(plans, own, cuda_graph=cuda_graph)
+        optimizer = torch.optim.SGD(runner.parameters(), lr=0.1)
+        losses = []
+        for at, data in enumerate(given):
+            losses.append(runner.step(data).clone())
+            if cleared or at % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert runner.replayed == cuda_graph
+        found.append((losses, list(own.parameters())))
+    (walked, values), (replayed, others) = found
+    assert all(torch.equal(one, other) for one, other in zip(walked, replayed, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(values, others, strict=True))
+
+
 def test_dropout_is_refused() -> None:
     config = GPTConfig(vocab_size=VOCAB, layers=1, hidden=64, heads=4, context=CONTEXT, dropout=0.1)
     model = GPT(config, seed=1).cuda()

@@ -275,7 +275,7 @@ def test_marks_are_read_before_steps_are_replayed() -> None:
 
     job = stretto.capture(model, x, loss=loss, parallel=stretto.Parallel())
     runner = stretto.Runner(make_plan(job, described_costs(job, cores())), model)
-    runner._graph = Graph(runner)  # type: ignore[assignment]
+    runner._now.graph = Graph(runner)  # type: ignore[assignment]
     read: list[Marks] = []
 
     def look(marks: Marks) -> Marks:
@@ -291,6 +291,6 @@ def test_marks_are_read_before_steps_are_replayed() -> None:
         runner.step(x)
         assert runner.replayed
         assert len(read) == 1
-        assert runner._last is read[0]
+        assert runner._now.last is read[0]
     assert runner.timeline().step_us > 0
     assert len(read) == 1

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from stretto.errors import UsageError
-from stretto.ir.metrics import Joined
+from stretto.ir.metrics import MOST_ELEMENTS, Joined
 
 _library: Any = torch.library.Library("stretto_seen", "DEF")  # type: ignore[no-untyped-call]
 _library.define("observe(Tensor x, str name, str joined) -> Tensor")
@@ -31,9 +31,6 @@ _observe = torch.ops.stretto_seen.observe
 has_side_effect(_observe.default)
 
 TARGET = "stretto_seen.observe.default"
-
-MOST_ELEMENTS = 4096
-"""Of a value that is observed: as many as a layer has experts, and no activations. Assumed."""
 
 _state = threading.local()
 

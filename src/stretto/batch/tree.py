@@ -1,33 +1,30 @@
 """Batches as trees: named leaves, and the tree again from leaves.
 
-A batch is a tensor, or dicts, lists and tuples of tensors; other leaves (numbers, strings, None) are
-constants of the step. The first dim of every tensor is the batch, unless it is marked with `replicated`.
+A batch is a tensor, or mappings, lists, tuples and dataclasses of tensors (`stretto.batch.containers`); other
+leaves (numbers, strings, None) are constants of the step. The first dim of every tensor is the batch, unless
+`batch_dims` names another (`stretto.batch.dims`), or it is marked with `replicated`. A leaf whose rows are
+along another dim is known here with its rows first, which is what is cut and planned; the model's code gets
+it as the batch has it.
 """
 
 from __future__ import annotations
 
 import numbers
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from stretto.batch.constants import text_of
+from stretto.batch.containers import Marked, members, with_members
 from stretto.errors import UsageError
 
 NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicatedLeaf:
-    """A leaf of the batch that every microbatch takes in full; `replicated` makes it."""
-
-    tensor: torch.Tensor
-
-
-def replicated(value: Any) -> ReplicatedLeaf:
+def replicated(value: Any) -> Marked:
     """Mark a leaf of a batch that is not cut: every microbatch takes all of it, as a tensor.
 
     value: a tensor of any shape (positions for all rows, weights of classes), or a number, which becomes a
@@ -37,32 +34,30 @@ def replicated(value: Any) -> ReplicatedLeaf:
 
     Raises UsageError for anything else.
     """
-    if isinstance(value, ReplicatedLeaf):
+    if isinstance(value, Marked):
         return value
     if isinstance(value, torch.Tensor):
-        return ReplicatedLeaf(value)
+        return Marked(value, None, by_user=True)
     if isinstance(value, float):
         # As precise as a number of Python is to a model that computes in float64.
-        return ReplicatedLeaf(torch.tensor(value, dtype=torch.float64))
+        return Marked(torch.tensor(value, dtype=torch.float64), None, by_user=True)
     if isinstance(value, NUMBERS):
         try:
-            return ReplicatedLeaf(torch.tensor(value))
+            return Marked(torch.tensor(value), None, by_user=True)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(f"stretto.replicated cannot make a tensor of it: {error}") from None
     raise UsageError(f"stretto.replicated marks a tensor or a number, not {type(value).__name__}")
 
 
 def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of each leaf, in a fixed order: of what is no dict, list or tuple, and of empty ones."""
-    if isinstance(item, Mapping) and item:
-        for key, value in item.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(item, (list, tuple)) and item:
-        for position, value in enumerate(item):
-            yield from _leaves(value, f"{path}.{position}" if path else str(position))
-    else:
+    """Path and value of each leaf, in a fixed order: of what is no container, and of empty ones."""
+    inside = members(item)
+    if inside is None:
         _refuse_object(path or "batch", item)
         yield path or "batch", item
+        return
+    for name, value in inside:
+        yield from _leaves(value, f"{path}.{name}" if path else name)
 
 
 def _refuse_object(path: str, item: Any) -> None:
@@ -71,18 +66,43 @@ def _refuse_object(path: str, item: Any) -> None:
     if names:
         raise UsageError(
             f"batch leaf {path!r} is a {type(item).__name__} with tensors ({', '.join(names)}), and a batch "
-            "is made of tensors, dicts, lists and (named) tuples: give vars(it), a dict, and read it by keys"
+            "is made of tensors, mappings, lists, (named) tuples and dataclasses: make it one of these, or "
+            "give vars(it), a dict, and read it by keys"
         )
 
 
 def flatten(batch: Any) -> dict[str, torch.Tensor]:
-    """Leaf name -> tensor, in a fixed order. Names are paths such as `input_ids` or `0.mask`; a batch that
-    is one tensor has the name `batch`."""
+    """Leaf name -> tensor, its rows first, in a fixed order. Names are paths such as `input_ids` or `0.mask`;
+    a batch that is one tensor has the name `batch`."""
     leaves: dict[str, torch.Tensor] = {}
     for path, item in _leaves(batch):
-        if isinstance(item, (torch.Tensor, ReplicatedLeaf)):
-            leaves[_new(path, leaves)] = item.tensor if isinstance(item, ReplicatedLeaf) else item
+        if isinstance(item, (torch.Tensor, Marked)):
+            leaves[_new(path, leaves)] = item.rows_first if isinstance(item, Marked) else item
     return leaves
+
+
+def mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The tree with other leaves. change: path and leaf -> the leaf."""
+
+    def walk(item: Any, path: str) -> Any:
+        inside = members(item)
+        if inside is None:
+            return change(path or "batch", item)
+        values = [walk(value, f"{path}.{name}" if path else name) for name, value in inside]
+        return with_members(item, values)
+
+    return walk(batch, "")
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with other tensors, of the same dims, and the same marks."""
+
+    def leaf(_: str, item: Any) -> Any:
+        if isinstance(item, Marked):
+            return Marked(change(item.tensor), item.dim, item.by_user)
+        return change(item) if isinstance(item, torch.Tensor) else item
+
+    return mapped(batch, leaf)
 
 
 def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
@@ -97,8 +117,15 @@ def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
 
 
 def replicated_leaves(batch: Any) -> tuple[str, ...]:
-    """Names of the leaves that are marked with `replicated`, in the order of `flatten`."""
-    return tuple(path for path, item in _leaves(batch) if isinstance(item, ReplicatedLeaf))
+    """Names of the leaves that every microbatch takes in full, in the order of `flatten`."""
+    return tuple(path for path, item in _leaves(batch) if isinstance(item, Marked) and item.dim is None)
+
+
+def said_dims(batch: Any) -> tuple[tuple[str, int | None], ...]:
+    """(leaf, dim) of those that `batch_dims` names, of which the batch itself says nothing."""
+    return tuple(
+        (path, item.dim) for path, item in _leaves(batch) if isinstance(item, Marked) and not item.by_user
+    )
 
 
 def fixed(batch: Any) -> dict[str, str]:
@@ -106,7 +133,7 @@ def fixed(batch: Any) -> dict[str, str]:
     equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
     for path, item in _leaves(batch):
-        if not isinstance(item, (torch.Tensor, ReplicatedLeaf)):
+        if not isinstance(item, (torch.Tensor, Marked)):
             leaves[_new(path, leaves)] = text_of(item, path)
     return leaves
 
@@ -123,18 +150,12 @@ def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
     def rebuild(leaves: Sequence[Any]) -> Any:
         left = iter(leaves)
 
-        def walk(item: Any) -> Any:
-            if isinstance(item, (torch.Tensor, ReplicatedLeaf)):
-                return next(left)
-            if isinstance(item, Mapping):
-                return {key: walk(value) for key, value in item.items()}
-            if isinstance(item, tuple) and hasattr(item, "_fields"):
-                return type(item)(*(walk(value) for value in item))
-            if isinstance(item, (list, tuple)):
-                return type(item)(walk(value) for value in item)
-            return item
+        def leaf(_: str, item: Any) -> Any:
+            if isinstance(item, Marked):
+                return item.like_given(next(left))
+            return next(left) if isinstance(item, torch.Tensor) else item
 
-        return walk(batch)
+        return mapped(batch, leaf)
 
     return rebuild
 
@@ -147,9 +168,8 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
     cut = {name: leaf for name, leaf in leaves.items() if name not in given_replicated}
     if not cut:
         raise UsageError(
-            "every leaf of the batch is marked with stretto.replicated, so that no microbatch is a part "
-            "of it; "
-            "leave the marks off those whose first dim is the batch"
+            "every leaf of the batch is marked with stretto.replicated, or None in batch_dims, so that no "
+            "microbatch is a part of it; leave the marks off those with a row for each sample"
         )
     for name, leaf in cut.items():
         if leaf.dim() == 0:
@@ -173,6 +193,13 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
     return shapes
 
 
+def rows(batch: Any) -> int:
+    """How many rows a batch has. Raises UsageError for one whose leaves have several numbers."""
+    shapes = microbatch_shapes(batch, 1)
+    cut = shapes.keys() - {*replicated_leaves(batch)}
+    return int(next(shapes[name][0] for name in shapes if name in cut))
+
+
 def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
     sizes: dict[int, str] = {}
     for name, shape in shapes.items():
@@ -180,8 +207,11 @@ def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
     if len(sizes) == 1:
         return
     sizes_of = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())
+    [(rows, _)] = Counter(shape[0] for shape in shapes.values()).most_common(1)
+    other, shape = next((name, shape) for name, shape in shapes.items() if shape[0] != rows)
+    meant = list(shape).index(rows) if rows in shape else None
     raise UsageError(
-        f"the leaves of the batch differ in their first dim: {sizes_of} rows. Bring the batch's dim first "
-        "(x.transpose(0, 1), and back in the loss), give each row its own (x.expand), or mark what is the "
-        "same for all rows stretto.replicated(x), and every microbatch takes it"
+        f"the leaves of the batch differ in their first dim: {sizes_of} rows. Say where the batch's dim is: "
+        f"capture(..., batch_dims={{{other!r}: {meant}}}), with None for what is the same for all rows, "
+        "which every microbatch takes in full"
     )

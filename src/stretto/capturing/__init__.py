@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.batch.dims import with_dims
 from stretto.batch.loss import Loss
+from stretto.capturing.again import captured_again
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import CaptureError, UsageError
@@ -38,14 +40,19 @@ def capture(
     device: torch.device | str | None = None,
     stages: int | None = None,
     tp_plan: Mapping[str, Any] | None = None,
+    batch_dims: Any = 0,
     equal_layers: bool = True,
 ) -> Job:
     """Capture one training step of `model` without running it, and cut it into pipeline stages.
 
     model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed. One whose
         parameters are on several meshes is cut where it reshards to the next (`stretto.capturing.meshes`).
-    batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read. What
-        every microbatch takes in full is marked with `stretto.replicated`.
+    batch: a tensor or a tree of tensors (mappings, lists, tuples, dataclasses) whose first dim is the batch;
+        only shapes and dtypes are read. What every microbatch takes in full is marked with
+        `stretto.replicated`, or None in `batch_dims`.
+    batch_dims: where the batch's dim is another than the first: a tree prefix of the batch, as `in_dims` of
+        `torch.func.vmap`, by name where the batch has names (`stretto.batch.dims`):
+        `{"positions": 1, "mask": None}`. Every step's batch is read by it.
     loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar; or (sum, count): the sum
         of its losses, and how many they are (a tensor made from the microbatch alone, or a number).
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
@@ -71,9 +78,11 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
+    batch = with_dims(batch, batch_dims)
     captures = Captures(model, batch, loss, DTYPES[precision], device, tp_plan, equal_layers)
     job, *others = _forms(captures, parallel, stages)
-    return replace(job, forms=tuple(others))
+    untraced = replace(captures)  # a job keeps no traces
+    return replace(job, forms=tuple(others), recipe=partial(captured_again, untraced, parallel))
 
 
 def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
+from stretto.capturing.cuts import cuts_of
 from stretto.capturing.explain import explained
 from stretto.capturing.graph import Traced
 from stretto.capturing.laid_out import laid_out
 from stretto.capturing.meshes import on_meshes, place_on_meshes
-from stretto.capturing.split import check_split, layer_names, split
+from stretto.capturing.split import Placement, check_split, layer_names, place, split
 from stretto.capturing.stages import cut
 from stretto.capturing.substitutes import check_synchronised
 from stretto.capturing.trace import trace
@@ -52,7 +53,8 @@ arXiv 2104.04473), messages and the time of planning grow with it."""
 @dataclass(slots=True)
 class Captures:
     """A model, its loss, and what has been traced of them. Arguments are those of `stretto.capture`; dtype:
-    of the parameters in the computation, None for their own."""
+    of the parameters in the computation, None for their own. like: a job of another batch, whose stages are
+    found again."""
 
     model: nn.Module
     batch: Any
@@ -61,6 +63,7 @@ class Captures:
     device: torch.device | str | None = None
     tp_plan: Mapping[str, Any] | None = None
     equal_layers: bool = True
+    like: Job | None = None
     _traced: OrderedDict[str, Traced] = field(default_factory=OrderedDict, init=False)
 
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
@@ -89,8 +92,7 @@ class Captures:
         meshes = on_meshes(self.model, parallel, self.tp_plan)
         if meshes is None:
             traced = self._trace(parallel, degree)
-            ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
-            placement = split(traced, count, parallel.split, ranks)
+            placement = self._placement(traced, parallel, count)
         elif count != len(meshes.meshes):
             raise UsageError(
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
@@ -116,6 +118,16 @@ class Captures:
             chunks=degree or (1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree),
         )
         return on_job(with_owners(job, parallel.owners), parallel.skip_passes)
+
+    def _placement(self, traced: Traced, parallel: ParallelSettings, count: int) -> Placement:
+        if self.like is None:
+            ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
+            return split(traced, count, parallel.split, ranks)
+        refusal = (
+            f"the stages of {traced.job.name} cannot be those of its other shape: with this batch it reads "
+            "its parameters in another order; make both shapes call the same modules"
+        )
+        return place(traced, count, cuts_of(traced, self.like, refusal))
 
     def _trace(self, parallel: ParallelSettings, degree: int | None) -> Traced:
         """All layouts are made of one trace of the plain model."""

@@ -2,8 +2,7 @@
 
     1. Trace the model with dropout and the like switched off, and experts' rows without room dropped
        (`RankLayout.evaluating`).
-    2. Find the cuts of the training job again. Their places are known by what reads parameters: both
-       forwards read the same parameters in the same order, and the first such op of a stage begins it.
+    2. Find the cuts of the training job again (`stretto.capturing.cuts`).
     3. Cut there, and leave the backward out (`stretto.ir.forms`).
 
 So every rank evaluates with the parameters that it trains.
@@ -11,28 +10,22 @@ So every rank evaluates with the parameters that it trains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from stretto.batch.dims import marked
 from stretto.batch.loss import Loss
-from stretto.capturing.graph import Traced
+from stretto.capturing.cuts import cuts_of
 from stretto.capturing.laid_out import laid_out
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
 from stretto.capturing.trace import PLAIN, trace
-from stretto.errors import CaptureError
-from stretto.ir.action import Phase
 from stretto.ir.forms import forward_only
-from stretto.ir.program import Job, Op
+from stretto.ir.program import Job
 from stretto.parallelize.layout import RankLayout
-from stretto.passes.rows import read_of
-
-Reading = tuple[str, str]
-"""(module, parameter) of an op that reads a parameter."""
 
 
 def capture_evaluation(
@@ -57,7 +50,7 @@ def capture_evaluation(
     try:
         traced = trace(
             model,
-            batch,
+            marked(batch, dict(training.batch_dims)),
             loss,
             microbatches=training.pieces,
             param_dtype=None if training.param_dtype is None else getattr(torch, training.param_dtype),
@@ -69,42 +62,15 @@ def capture_evaluation(
         for module, mode in modes:
             module.training = mode
     stages = len(training.stages)
-    job = cut(traced, place(traced, stages, _cuts(traced, training)), stages, training.microbatches)
+    cuts = cuts_of(
+        traced,
+        training,
+        f"cannot evaluate {traced.job.name} with the stages that train it: in eval() mode it reads its "
+        "parameters in another order than in train() mode; make both modes call the same modules",
+    )
+    job = cut(traced, place(traced, stages, cuts), stages, training.microbatches)
     kept = {p.name: (p.kept, p.slot) for p in training.parameters}
     own = ((p, *kept[p.name]) for p in job.parameters)
     parameters = tuple(replace(p, kept=axes, slot=slot) for p, axes, slot in own)
     job = replace(job, axes=training.axes, zero=training.zero, parameters=parameters, mean_over=None)
     return forward_only(job)
-
-
-def _cuts(traced: Traced, training: Job) -> list[int]:
-    """Step 2: the segments that begin stages 1, 2, ..."""
-    begun: list[tuple[int, Reading]] = [
-        (stage.index, reading)
-        for stage in training.stages
-        for op in stage.ops[Phase.F]
-        for reading in _readings(op)
-    ]
-    result: list[tuple[int, Reading]] = [
-        (origin.segment, reading)
-        for op, origin in traced.program.ops
-        if not origin.backward and origin.segment is not None
-        for reading in _readings(op)
-    ]
-    if [reading for _, reading in begun] != [reading for _, reading in result]:
-        raise CaptureError(
-            f"cannot evaluate {traced.job.name} with the stages that train it: in eval() mode it reads its "
-            "parameters in another order than in train() mode; make both modes call the same modules"
-        )
-    # A stage that reads no parameter begins where the next one does, and has nothing to evaluate.
-    return [
-        min(
-            (segment for (stage, _), (segment, _) in zip(begun, result, strict=True) if stage >= begins),
-            default=len(traced.segments),
-        )
-        for begins in range(1, len(training.stages))
-    ]
-
-
-def _readings(op: Op) -> Sequence[Reading]:
-    return [(op.module, name) for name in map(read_of, op.uses) if name is not None]

@@ -186,8 +186,8 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
         asked = "the code asks for the values of a tensor (.numpy())"
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
         return (
-            f"{kind}: {text}: the batch's mappings are plain dicts in model and loss, whatever class they "
-            f"were: read them by keys, [{error.name!r}]"
+            f"{kind}: {text}: what the batch has there is a dict in model and loss, as all mappings are that "
+            f"cannot be written: read it by keys, [{error.name!r}]"
         )
     if asked is not None:
         return (
@@ -205,7 +205,7 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
     if isinstance(error, StrettoError):
         return text
     if text.startswith("'dict' object has no attribute"):
-        return f'{kind}: {text}. A microbatch is of plain dicts, whatever classes the batch is of: mb["name"]'
+        return f'{kind}: {text}. Read a microbatch of dicts by keys: mb["name"]'
     if INTERNAL in text:
         return (
             "PyTorch's tracer cannot take this call; of torch.func it takes grad, vmap, jvp, vjp, jacfwd, "

@@ -24,8 +24,8 @@ from torch._functorch._aot_autograd import descriptors as described
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stretto.backend.observe_adapter import watched
-from stretto.batch.loss import Loss, loss_and_count
+from stretto.backend.observe_adapter import observe, watched
+from stretto.batch.loss import Loss, loss_and_count, metrics_of
 from stretto.capturing.calls_adapter import OpsSeen, buffers_in_place, replaced
 from stretto.capturing.carried import ForwardCalls
 from stretto.capturing.equal import NotRepeatedError
@@ -209,7 +209,10 @@ def export_joint(
             masks_recognised(values, calls.substitutes(left)),
             OpsSeen() as seen,
         ):
-            value, count = loss_and_count(loss(model, rebuild(given)), loss)
+            returned = loss(model, rebuild(given))
+            value, count = loss_and_count(returned, loss)
+            for name, one in metrics_of(returned, loss):
+                observe(name, one)
             if seen.infos and layers is not None:
                 raise NotRepeatedError("a layer asks for more than it returns")
             value = seen.not_a_number(in_float32(value) if float32_losses else value)

@@ -187,6 +187,7 @@ def _trace(setup: _TraceSetup, repeats: bool) -> Traced:
         device=setup.device.type,
         fixed=tuple(tree.fixed(setup.batch).items()),
         replicated=full,
+        batch_dims=tree.said_dims(setup.batch),
         count=count,
         mean_over=divided,
         metrics=seen,

@@ -23,7 +23,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.batch import tree
-from stretto.batch.loss import Loss, loss_and_count
+from stretto.batch.dims import with_dims
+from stretto.batch.loss import Loss, loss_alone, loss_and_count
 from stretto.capturing import capture
 from stretto.capturing.state import PythonState
 from stretto.config import ParallelSettings
@@ -121,14 +122,15 @@ def check(
     parallel: ParallelSettings,
     *,
     tp_plan: Mapping[str, Any] | None = None,
+    batch_dims: Any = 0,
     tolerance: float | None = None,
 ) -> Check:
     """Compare one step of the job that `parallel` makes with the plain model's, in float64, in this process.
 
-    model: with values, not on "meta"; every rank gets a copy, so few layers are best. batch, loss, tp_plan:
-    as for `stretto.capture`; the batch should be small, with two or more rows a microbatch. tolerance: the
-    largest relative difference (by norm) of the loss and of each gradient; by default 1e-9, or 1e-4 where the
-    model's own code computes gradients in float32.
+    model: with values, not on "meta"; every rank gets a copy, so few layers are best. batch, loss, tp_plan,
+    batch_dims: as for `stretto.capture`; the batch should be small, with two or more rows a microbatch.
+    tolerance: the largest relative difference (by norm) of the loss and of each gradient; by default 1e-9, or
+    1e-4 where the model's own code computes gradients in float32.
 
     Raises RunError that names the gradients that differ, and whether the layout makes them; UsageError and
     CaptureError as `capture` does, and for a model that cannot be compared.
@@ -142,6 +144,7 @@ def check(
         raise UsageError(
             "the model is on the meta device and has no values to compute with: build it on the CPU"
         )
+    batch = with_dims(batch, batch_dims)
     compared = _compare(model, batch, loss, parallel, tp_plan, tolerance)
     if not compared.wrong:
         return compared
@@ -236,11 +239,12 @@ def _size(difference: Difference) -> float:
 
 def _doubled(batch: Any) -> Any:
     """Step 1 for the batch."""
-    unsharded = tree.replicated_leaves(batch)
-    leaves = {name: leaf.detach().cpu() for name, leaf in tree.flatten(batch).items()}
-    doubled = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in leaves.items()}
-    marked: list[Any] = [tree.replicated(leaf) if n in unsharded else leaf for n, leaf in doubled.items()]
-    return tree.rebuilder(batch)(marked)
+
+    def double(leaf: Tensor) -> Tensor:
+        leaf = leaf.detach().cpu()
+        return leaf.double() if leaf.is_floating_point() else leaf
+
+    return tree.with_tensors(batch, double)
 
 
 def _draws(job: Job) -> bool:
@@ -292,7 +296,7 @@ def _differences(
     """Steps 3 and 4: the loss as ranks compute it, and the differences of gradients."""
 
     def work(runner: Runner) -> tuple[dict[str, int], float, dict[str, Tensor]]:
-        value = float(runner.step(batch))
+        value = float(loss_alone(runner.step(batch)))
         grads = {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
         return runner.coordinates, value, grads
 

@@ -38,6 +38,13 @@ class DataSettings(Settings):
     Python standard library's own source files."""
     sequence_length: int = Field(default=256, ge=1, le=2**31 - 1)
     """Tokens that the model sees at once."""
+    document_masks: bool = False
+    """Whether tokens see those of their own document alone, where a row has several; positions begin again
+    with each, and the first token of the next is not predicted from the one before."""
+    bucket_lengths: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(default_factory=list)
+    """Each row is one document, filled up to the least of these lengths and `sequence_length`, and the rows
+    of a step are of one of them; none means windows of all documents, one behind the other. Each length has
+    a plan of its own."""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
     """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned. A model that is
     `pretrained` brings its own."""
@@ -220,6 +227,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training, task = settings.model, settings.parallel, settings.training, settings.task
     length, split = settings.data.sequence_length, parallel.split
+    buckets = settings.data.bucket_lengths
     each = parallel.virtual_stages if isinstance(parallel.virtual_stages, int) else 1
     stages, made = parallel.stages or parallel.pp * each, f"parallel.pp = {parallel.pp}"
     if parallel.stages is not None:
@@ -254,6 +262,15 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"parallel.clip_norm = {parallel.clip_norm} is optimizer.grad_clip_norm in the settings of a "
             "run: give that",
         ),
+        (
+            buckets != sorted({*buckets}) or any(one > length for one in buckets),
+            f"data.bucket_lengths = {buckets} must ascend, up to data.sequence_length = {length} at most",
+        ),
+        (
+            bool(buckets) and settings.data.document_masks,
+            "data.document_masks keeps documents of one row apart, and with data.bucket_lengths each has a "
+            "row of its own: take one out",
+        ),
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
         (
@@ -266,18 +283,19 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"parallel.microbatches = {parallel.microbatches}{by}: give "
             f"{-(-training.global_batch // pieces) * pieces}",
         ),
-        (
-            parallel.cp > 1 and length % (2 * parallel.cp),
-            f"data.sequence_length = {length} must be a multiple of twice parallel.cp = {parallel.cp}: each "
-            "rank has two equal blocks",
-        ),
-        (
-            parallel.sequence_parallel and length // parallel.cp % parallel.tp,
-            f"data.sequence_length = {length} must be a multiple of parallel.tp = {parallel.tp}: "
-            "sequence_parallel gives each rank an equal part",
-        ),
     )
     faults += [fault for wrong, fault in checked if wrong]
+    for key, one in (("sequence_length", length), *(("bucket_lengths", bucket) for bucket in buckets)):
+        if parallel.cp > 1 and one % (2 * parallel.cp):
+            faults.append(
+                f"data.{key} = {one} must be a multiple of twice parallel.cp = {parallel.cp}: each rank has "
+                "two equal blocks"
+            )
+        if parallel.sequence_parallel and one // parallel.cp % parallel.tp:
+            faults.append(
+                f"data.{key} = {one} must be a multiple of parallel.tp = {parallel.tp}: sequence_parallel "
+                "gives each rank an equal part"
+            )
     if task is not None:  # its file may register families of its own, and is read later
         of_text = (("model", model != GPTSettings()), ("data", settings.data != DataSettings()))
         return faults + [

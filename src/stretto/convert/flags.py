@@ -300,7 +300,8 @@ model's size
     tokenizer-type:t tokenizer-model:t tokenizer-name-or-path:t tokenizer-not-use-fast vocab-file:t
     merge-file:t vocab-extra-ids:i=0 legacy-tokenizer trust-remote-code
 
-texts follow each other in a sequence, and attention and loss go over their ends
+texts follow each other in a sequence, and attention and loss go over their ends; data.document_masks = true
+keeps them apart
     reset-position-ids reset-attention-mask eod-mask-loss variable-seq-lengths
 
 every step has all of the global batch, the first too

@@ -20,6 +20,12 @@ BUFFER = "buffer"
 """Name of: rows for the rank that is sent most, over the mean of the ranks."""
 NO_ROOM = "no_room"
 """Name of: the same where there is no room for so many, which ends the step; else 0. It is not shown."""
+RETURNED = "returned/"
+"""How names begin of what the loss function returns as metrics: `returned/<how>/<name>`, of which `mean` and
+`sum` are one value, `total` and `count` two of one metric. A step returns them; nothing else shows them."""
+
+MOST_ELEMENTS = 4096
+"""Of a metric: as many as a layer has experts, or a model classes, and no activations. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)

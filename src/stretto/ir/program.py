@@ -46,10 +46,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
+from stretto.errors import UsageError
 from stretto.files.codec import UNWRITTEN, WHERE_SET, Fits, Keyword, Natural
 from stretto.ir.action import Phase, Schedule
+from stretto.ir.arguments import Arg as Arg
+from stretto.ir.arguments import Const as Const
+from stretto.ir.arguments import Ref as Ref
+from stretto.ir.arguments import refs as refs
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, Kind
 from stretto.ir.mesh import Mesh
@@ -62,22 +67,8 @@ from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.parameters import TensorSpec as TensorSpec
 from stretto.ir.parameters import Zero as Zero
+from stretto.ir.recipe import Planned, Recipe, Watched
 from stretto.ir.shown import Shown
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A use of a value, by name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A framework constant that JSON has no word for: a dtype, device, layout or memory format."""
-
-    kind: str
-    text: str
 
 
 STARTS = tuple(BY_TARGET)
@@ -103,20 +94,8 @@ VIEWS = (VIEW, "aten._unsafe_view.default")
 """Targets that give the same elements in the same order another shape, without a copy."""
 
 
-Arg = Any
-"""Ref | Const | None | bool | int | float | str | tuple of Arg."""
-
 Flops = Annotated[int, Fits(lambda count: 0 <= count <= 10**30, "a count from 0 to 1e+30")]
 """No op has more: a year of a million devices of 10**16 flops a second is less."""
-
-
-def refs(arg: Arg) -> Iterator[str]:
-    """The names of the values that an argument uses, in order."""
-    if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from refs(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +250,14 @@ OverlapMode = Literal["off", "local", "window"]
 OVERLAP_MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
 
 
-class Watched(Protocol):
-    """Values that must stay what they are."""
-
-    def check(self) -> None:
-        """Raises UsageError for one that is another now."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Job(Shown):
     """A captured training step, cut into stages: what one microbatch computes, and where.
 
     batch: leaf name -> spec of one microbatch's leaf.
-    replicated: leaves of the batch that every microbatch takes in full.
+    replicated: leaves of the batch that every microbatch takes in full. batch_dims: (leaf, dim) of those
+        whose rows are given along another dim than the first; None where they are none. All else here has
+        rows first.
     loss: (stage, value) of the microbatch's loss: a mean, or with a `count` a sum.
     count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
     mean_over: of a loss that is a mean, over how many labels, where the ops show; for a note to the user.
@@ -299,6 +273,7 @@ class Job(Shown):
     metrics: what the model's code lets users see of its forward.
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
+    recipe: captures another batch; has the model, so that no plan has it.
     optimizer: whose state counts in a rank's memory.
     zero: how long what is gathered or not yet scattered of `Parameter.kept` may stay; 0 where nothing is
         kept in parts.
@@ -340,8 +315,25 @@ class Job(Shown):
     zero: Zero = field(default=0, metadata=WHERE_SET)
     updates: bool = field(default=False, metadata=WHERE_SET)
     clip_norm: float | None = field(default=None, metadata=WHERE_SET)
+    batch_dims: tuple[tuple[str, int | None], ...] = field(default=(), metadata=WHERE_SET)
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
+    recipe: Recipe | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
+
+    def with_batch(self, batch: Any, *, microbatches: int | None = None, like: Planned | None = None) -> Job:
+        """The job of the same model, loss and settings for a batch of another shape, for the same Runner.
+
+        microbatches: as many as were captured, by default, or the most below that by which rows divide.
+        like: the plan of the first shape, where its planning was left a choice. Raises as `stretto.capture`,
+        and UsageError for a job that was read from a file.
+        """
+        if self.recipe is None:
+            raise UsageError(
+                "the job was read from a file, or is that of a plan, and neither has the model: keep what "
+                "stretto.capture returned, or capture the other batch with it"
+            )
+        result: Job = self.recipe(self, batch, microbatches, like)
+        return result
 
     @property
     def all_ops(self) -> Iterator[tuple[int, Op]]:

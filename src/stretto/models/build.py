@@ -27,6 +27,7 @@ from stretto.models.gpt import (
     cross_entropy,
     inputs_and_targets,
     next_token_sum,
+    positions_of,
 )
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
@@ -67,13 +68,15 @@ def counted_loss_function(settings: ModelSettings) -> Loss:
 def huggingface_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """(sum, count) of the next-token loss of a causal language model of `transformers`, in nats.
 
-    The model gets `input_ids` alone, and the loss is taken here: `model(labels=...)` shifts the labels
-    itself, and so would either read one token more than a sequence has, or leave its last one out. Thus
+    The model gets `input_ids` (and `position_ids`, where documents of a row are kept apart), and the loss is
+    taken here: `model(labels=...)` shifts the labels itself, and so would either read one token more than a
+    sequence has, or leave its last one out. Thus
     every kind of model is measured on the same tokens. A mixture of experts whose configuration has
     `output_router_logits` adds its balancing loss while it trains, which counts for every token.
     """
     inputs_BS, targets_BS = inputs_and_targets(batch)
-    output = model(input_ids=inputs_BS, use_cache=False)
+    positions = positions_of(batch, "position_ids")
+    output = model(input_ids=inputs_BS, use_cache=False, **positions)
     loss, count = cross_entropy(output.logits, targets_BS, "sum"), count_targets(batch)
     balance = getattr(output, "aux_loss", None)
     if balance is None or not model.training:

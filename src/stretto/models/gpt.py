@@ -66,14 +66,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """mask_B1SS: which tokens see which, where that is not all that came before."""
         B, S, _ = x_BSD.shape
         qkv_BSHK = self.qkv(x_BSD).view(B, S, -1, 3 * self.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv_BSHK.split(self.head_dim, dim=-1))
         if self.rotary:
             q, k = rotate(q), rotate(k)
         dropout = self.dropout if self.training else 0.0
-        y_BHSK = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        causal = mask_B1SS is None
+        y_BHSK = F.scaled_dot_product_attention(q, k, v, mask_B1SS, dropout, is_causal=causal)
         y_BSD: Tensor = self.out(y_BHSK.transpose(1, 2).reshape(B, S, -1))
         return y_BSD
 
@@ -104,8 +106,8 @@ class Block(nn.Module):
         self.mlp = MLP(config) if mlp is None else mlp
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
+    def forward(self, x_BSD: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), mask_B1SS))
         y_BSD: Tensor = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return y_BSD
 
@@ -145,21 +147,25 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.init_weights(seed)
 
-    def embedded(self, tokens_BS: Tensor) -> Tensor:
-        """The input of the first block: (B, S, D)."""
+    def embedded(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """The input of the first block: (B, S, D). positions_BS: as in `forward`."""
         S = tokens_BS.shape[1]
         if self.config.context < S:
             raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.config.context}")
         x_BSD = self.embedding(tokens_BS)
         if self.position is not None:
-            x_BSD = x_BSD + self.position(torch.arange(S, device=tokens_BS.device))
+            x_BSD = x_BSD + self.position(
+                torch.arange(S, device=tokens_BS.device) if positions_BS is None else positions_BS
+            )
         embedded_BSD: Tensor = self.dropout(x_BSD)
         return embedded_BSD
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSD = self.embedded(tokens_BS)
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """positions_BS: of tokens in their documents, where a row has several, of which each begins at 0 and
+        sees none of the others."""
+        x_BSD, mask = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
         for block in self.blocks:
-            x_BSD = block(x_BSD)
+            x_BSD = block(x_BSD, *mask)
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
 
@@ -191,6 +197,17 @@ class GPT(nn.Module):
             )
             # Drawn in float32 on the CPU, so that neither dtype nor device changes the values.
             parameter.copy_(torch.randn(parameter.shape, generator=stream, device="cpu") * std)
+
+
+def document_mask(positions_BS: Tensor | None) -> tuple[Tensor, ...]:
+    """What blocks are given besides their input: which tokens see which, (B, 1, S, S), those before them in
+    their document, which begins where a position is 0. Nothing where there are no positions."""
+    if positions_BS is None:
+        return ()
+    document_BS = (positions_BS == 0).cumsum(dim=-1)
+    same_B1SS = document_BS[:, None, :, None] == document_BS[:, None, None, :]
+    S = positions_BS.shape[-1]
+    return (same_B1SS & torch.ones(S, S, dtype=torch.bool, device=positions_BS.device).tril(),)
 
 
 IGNORED = -100
@@ -228,19 +245,28 @@ def inputs_and_targets(batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Te
     return batch["input_ids"], batch["labels"]
 
 
+def positions_of(batch: Tensor | Mapping[str, Tensor], name: str = "positions_BS") -> dict[str, Tensor]:
+    """What a model is called with besides tokens: their positions, (B, S), under a name of its own, where the
+    batch has `position_ids`, by which documents of a row are kept apart."""
+    if isinstance(batch, Tensor) or "position_ids" not in batch:
+        return {}
+    return {name: batch["position_ids"]}
+
+
 def next_token_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
     """The mean cross-entropy, in nats, of the next token; see `inputs_and_targets` for `batch`.
 
     `model` maps (B, S) tokens to (B, S, V) logits. Returns a scalar in float32 (float64 for such a model).
     """
     inputs_BS, targets_BS = inputs_and_targets(batch)
-    return cross_entropy(model(inputs_BS), targets_BS)
+    return cross_entropy(model(inputs_BS, **positions_of(batch)), targets_BS)
 
 
 def next_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """(sum, count) of what `next_token_loss` is the mean of, for steps whose parts count unequally."""
     inputs_BS, targets_BS = inputs_and_targets(batch)
-    return cross_entropy(model(inputs_BS), targets_BS, "sum"), count_targets(batch)
+    logits_BSV = model(inputs_BS, **positions_of(batch))
+    return cross_entropy(logits_BSV, targets_BS, "sum"), count_targets(batch)
 
 
 @torch.no_grad()

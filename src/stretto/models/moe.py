@@ -30,7 +30,9 @@ from stretto.models.gpt import (
     GPTConfig,
     count_targets,
     cross_entropy,
+    document_mask,
     inputs_and_targets,
+    positions_of,
 )
 
 EP_PLAN = {"blocks.*.mlp.experts": "experts"}
@@ -145,8 +147,10 @@ class MoEBlock(Block):
     def __init__(self, config: MoEConfig, dense: bool) -> None:
         super().__init__(config, None if dense else MoE(config))
 
-    def forward(self, x_BSD: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
+    def forward(  # type: ignore[override]
+        self, x_BSD: Tensor, losses: Tensor, mask_B1SS: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), mask_B1SS))
         made = self.mlp(self.mlp_norm(x_BSD))
         if isinstance(self.mlp, MoE):
             made, own = made
@@ -177,12 +181,14 @@ class MoEGPT(GPT):
     def __init__(self, config: MoEConfig, seed: int = 0) -> None:
         super().__init__(config, seed, [MoEBlock(config, config.dense(n)) for n in range(config.layers)])
 
-    def forward(self, tokens_BS: Tensor) -> Output:  # type: ignore[override]
-        x_BSD = self.embedded(tokens_BS)
+    def forward(  # type: ignore[override]
+        self, tokens_BS: Tensor, positions_BS: Tensor | None = None
+    ) -> Output:
+        x_BSD, mask = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
         precise = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         losses = x_BSD.new_zeros(2, dtype=precise)
         for block in self.blocks:
-            x_BSD, losses = block(x_BSD, losses)
+            x_BSD, losses = block(x_BSD, losses, *mask)
         return Output(self.head(self.norm(x_BSD)), losses)
 
 
@@ -193,7 +199,7 @@ def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tup
     predicts, and is compared with models that have none.
     """
     inputs_BS, targets_BS = inputs_and_targets(batch)
-    output = model(inputs_BS)
+    output = model(inputs_BS, **positions_of(batch))
     config = model.config
     assert isinstance(config, MoEConfig)
     loss, count = cross_entropy(output.logits, targets_BS, "sum"), count_targets(batch)

@@ -71,7 +71,7 @@ def make_plan(
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
-    job = without_once(job)
+    job = replace(without_once(job), recipe=None)  # with the model, which a plan does not keep
     wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     begun = partial(
         _begun, job, choose_schedule(job, schedule=schedule), listed(job, costs), wished, max_bytes
@@ -267,7 +267,7 @@ def plan(
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     description = describe(cluster)
-    job = without_once(job)
+    job = replace(without_once(job), recipe=None)  # with the model, which a plan does not keep
     wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     jobs, chosen = forms_with(job, schedule)
     if optimizer is not None:

@@ -17,7 +17,8 @@ import torch
 
 from stretto.errors import UsageError, listed
 from stretto.ir.program import Job
-from stretto.runtime.rank_tensors import RankTensors, pipeline_ranks
+from stretto.runtime.fit import pipeline_ranks
+from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.transport import Transport
 
 Copy = tuple[str, tuple[int, ...]]

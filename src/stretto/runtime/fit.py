@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from stretto.batch import tree
+from stretto.batch.dims import marked, shape_given
 from stretto.errors import RunError, StrettoError, UsageError
 from stretto.ir.integers import NumbersRead
 from stretto.ir.plan import Plan
@@ -43,6 +44,8 @@ def fit_batch(
     have changed: they are part of the plan; and for `numbers` out of range, which are looked at as they are
     given: on processors one need not wait for.
     """
+    dims = dict(job.batch_dims)
+    batch = marked(batch, dims)
     given, given_replicated = tree.flatten(batch), tree.replicated_leaves(batch)
     expected = dict(job.batch)
     _check_marks(job, batch, given, given_replicated)
@@ -72,9 +75,11 @@ def fit_batch(
         want = spec.shape if full else (spec.shape[0] * job.pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
             how = "in full for each microbatch" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
+            has, wants = (list(shape_given(tuple(one), dims.get(name))) for one in (leaf.shape, want))
             raise UsageError(
-                f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
-                f"({how}): every batch must have that shape"
+                f"batch leaf {name!r} has shape {has}; the plan was made for {wants} "
+                f"({how}): every batch must have that shape. A Runner may have several plans: "
+                "runner.add(stretto.plan(job.with_batch(batch), ...))"
             )
         dtype = getattr(torch, spec.dtype)
         # An integer is taken for the floating-point number that every microbatch is given, as in Python.
@@ -224,3 +229,26 @@ def explaining_failed_ops(rank: int) -> Iterator[None]:
             f"rank {rank} cannot compute what the plan says: {said}. An op does not fit its arguments, or "
             "needs more memory than there is: plan again from the model"
         ) from error
+
+
+def check_shares(plan: Plan, trained: Plan) -> None:
+    """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
+    trained, or as other parts."""
+    theirs = pipeline_ranks(trained)
+    parts = {p.tied_to: (p.shards, p.kept, p.slot) for p in trained.job.parameters}
+    ranks = pipeline_ranks(plan)
+    for p in plan.job.parameters:
+        tie, own = p.tied_to, (p.shards, p.kept, p.slot)
+        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or own != parts[tie]):
+            raise UsageError(
+                f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
+                "or shards it otherwise: capture both with the same layout and the same split"
+            )
+
+
+def pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
+    """First name of a tie -> the pipeline ranks that have a copy."""
+    ranks: dict[str, set[int]] = {}
+    for p in plan.job.parameters:
+        ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))
+    return ranks

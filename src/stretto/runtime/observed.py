@@ -17,8 +17,9 @@ from torch import Tensor
 from stretto.errors import RunError
 from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE
-from stretto.ir.metrics import NO_ROOM, Metric, Observed
+from stretto.ir.metrics import NO_ROOM, RETURNED, Metric, Observed
 from stretto.ir.plan import Plan
+from stretto.ir.program import TensorSpec
 from stretto.runtime.transport import Transport
 from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
@@ -40,6 +41,8 @@ class ObservedWatch:
         self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
         parts = dict(zip(lengths, torch.split(self._now, list(lengths.values())), strict=True))
         self._parts = [parts.get(_key(metric)) for metric in plan.job.metrics]
+        self.returned = {key[2]: part for key, part in parts.items() if key[2].startswith(RETURNED)}
+        """Name -> the sums of the last step, of what the loss function returns."""
         self._most = [metric.joined == "max" for metric in plan.job.metrics]
         self._begun: set[int] = set()
         self._steps: deque[Tensor] = deque(maxlen=KEPT_STEPS)
@@ -113,7 +116,7 @@ def observed(watch: ObservedWatch, transport: Transport, forget: bool = True) ->
             [row[start : start + length] for row in gathered[rank]] for rank in _adding(plan, metric, pp_rank)
         ]
         start += length
-        if rows[0] and metric.name != NO_ROOM:
+        if rows[0] and metric.name != NO_ROOM and not metric.name.startswith(RETURNED):
             values = torch.tensor(rows, dtype=torch.float64)
             built.append(
                 _summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0))
@@ -135,6 +138,11 @@ def _key(metric: Metric) -> Key:
 
 def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
     """The metrics with their lengths, in the order of the job's; of those that are joined, the first."""
+    return {_key(metric): (metric, spec.numel) for metric, spec in metric_specs(plan)}
+
+
+def metric_specs(plan: Plan) -> Sequence[tuple[Metric, TensorSpec]]:
+    """The job's metrics with what they are; of those that are joined, the first."""
     job = plan.job
     specs = {
         (stage.index, op.name): op.outputs[0]
@@ -142,12 +150,12 @@ def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
         for op in stage.ops[Phase.F]
         if len(op.outputs) == 1
     }
-    result: dict[Key, tuple[Metric, int]] = {}
+    result: dict[Key, tuple[Metric, TensorSpec]] = {}
     for metric in job.metrics:
         spec = specs[metric.stage, metric.value]
         assert spec is not None, "references are checked"
-        result.setdefault(_key(metric), (metric, spec.numel))
-    return result
+        result.setdefault(_key(metric), (metric, spec))
+    return tuple(result.values())
 
 
 def _adding(plan: Plan, metric: Metric, pp_rank: int) -> Sequence[int]:

@@ -9,6 +9,7 @@ one on "meta", if it may be       memory for this rank's part, without values ye
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.kept import kept_spec, largest_part, part_number, rows_kept, rows_shape, shard_spec
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Parameter, TensorSpec
+from stretto.ir.program import Buffer, Job, Parameter, TensorSpec
 from stretto.parallelize.parts import full_of, local_part
-from stretto.runtime.fit import check_tensor, check_ties
+from stretto.runtime.fit import check_shares, check_tensor, check_ties, pipeline_ranks
 from stretto.tensor.errors import mesh_name, tensor_name
 from stretto.tensor.face import local
 
@@ -190,7 +191,7 @@ class RankTensors:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.on_mesh = False
         if shares is not None:
-            _check_shares(plan, shares.plan)
+            check_shares(plan, shares.plan)
         self._shared = {
             known.tied_to: kept for known, kept in (() if shares is None else shares.known_parameters())
         }
@@ -222,16 +223,34 @@ class RankTensors:
                 if cut := self._cut(parameter, self.parameters[k], result):
                     self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
+        for k, buffer in self._buffers_here():
+            self.buffers[k] = self._buffer(buffer, kept.get(buffer.name))
+            if shares is not None and buffer.name in self.of_first_copy(shares.plan):
+                self.buffers[k] = self.buffers[k].clone()
+
+    def _buffers_here(self) -> Iterator[tuple[int, Buffer]]:
+        stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
-                found_buffer = kept.get(buffer.name)
-                check_tensor(self.rank, buffer.name, found_buffer, buffer.spec, None)
-                assert found_buffer is not None
-                self.buffers[k] = part_here(
-                    buffer.name, found_buffer, buffer.spec, self.rank, self._rank_in_stage()
-                )
-                if shares is not None and buffer.name in self.of_first_copy(shares.plan):
-                    self.buffers[k] = self.buffers[k].clone()
+                yield k, buffer
+
+    def _buffer(self, buffer: Buffer, found: torch.Tensor | None) -> torch.Tensor:
+        check_tensor(self.rank, buffer.name, found, buffer.spec, None)
+        assert found is not None
+        return part_here(buffer.name, found, buffer.spec, self.rank, self._rank_in_stage())
+
+    def for_plan(self, plan: Plan, model: nn.Module | None) -> RankTensors:
+        """The same tensors for another plan of the layout (`stretto.runtime.shapes`). model: has buffers that
+        the other plan reads on this rank alone; None where it was dropped. Raises UsageError where they are
+        missing."""
+        other = copy.copy(self)
+        other.plan = plan
+        given = {} if model is None else dict(model.named_buffers(remove_duplicate=False))
+        given |= dict(self.named_buffers())
+        other.buffers = {
+            k: other._buffer(buffer, given.get(buffer.name)) for k, buffer in other._buffers_here()
+        }
+        return other
 
     def _cut(self, parameter: Parameter, part: torch.Tensor, full: torch.Tensor) -> tuple[int, ...]:
         """Along which dims ranks have parts of a parameter."""
@@ -372,27 +391,3 @@ class RankTensors:
             if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)
-
-
-def _check_shares(plan: Plan, trained: Plan) -> None:
-    """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
-    trained, or as other parts."""
-    theirs = pipeline_ranks(trained)
-    parts = {p.tied_to: (p.shards, p.kept, p.slot) for p in trained.job.parameters}
-    ranks = pipeline_ranks(plan)
-    for p in plan.job.parameters:
-        tie = p.tied_to
-        own = p.shards, p.kept, p.slot
-        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or own != parts[tie]):
-            raise UsageError(
-                f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
-                "or shards it otherwise: capture both with the same layout and the same split"
-            )
-
-
-def pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
-    """First name of a tie -> the pipeline ranks that have a copy."""
-    ranks: dict[str, set[int]] = {}
-    for p in plan.job.parameters:
-        ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))
-    return ranks

@@ -7,35 +7,32 @@ loss = runner.step(batch)                          # gradients are in .grad, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from stretto.backend.process_memory import keep_freed_memory
-from stretto.batch.constants import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.ir.integers import numbers_read
-from stretto.ir.metrics import Observed
+from stretto.ir.metrics import Observed, one_after_another
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
-from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.fit import agree, explaining_failed_ops, fit_batch
+from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.given_model_adapter import check_given, take
 from stretto.runtime.gradients import give
-from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
 from stretto.runtime.optimizer_trial import watch
+from stretto.runtime.plan_steps import PlanSteps, check_graph
 from stretto.runtime.rank import RankState
 from stretto.runtime.rank_tensors import RankTensors
-from stretto.runtime.record import Marks, build_timeline
-from stretto.runtime.step_graph import StepGraph
+from stretto.runtime.record import build_timeline
+from stretto.runtime.shapes import PlanFor, Shape, agree_on_shape, check_same, find, no_plan, planned
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.updates import MakeOptimizer, optimize_by, optimizer_of
@@ -53,7 +50,8 @@ class Runner:
     be dropped, but one whose own code makes values of its `state_dict` (`get_extra_state`, a hook) is kept.
     Gradients are added to `.grad`.
 
-    plan: the plan; every rank must have an equal one. model: the model that was captured, with its values,
+    plan: the plan; every rank must have an equal one. Several, of one layout, are for batches of several
+    shapes, as `add` has it. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
     `torch.distributed` by default. seed: random ops draw from (seed, step, microbatch, op), whatever the
     schedule. shares: another Runner on this rank, of a plan that shards the same model in the same way; its
@@ -66,7 +64,8 @@ class Runner:
     queue it; on an accelerator, without dropout. optimizer: for a plan that updates parameters
     (`Parallel.updates`), makes an optimizer over the parameters that it is given, `self.optimizer` then: an
     ordinary one, for schedulers of its rate, for `stretto.save` and `load`. Steps update parameters, and
-    leave no gradients.
+    leave no gradients. plan_for: a batch -> a plan for its shape, called on all ranks at the first step with
+    a shape that no plan is for; the plan is kept (`docs/shapes.md`).
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
     have different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
@@ -75,7 +74,7 @@ class Runner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | Sequence[Plan],
         model: nn.Module,
         *,
         transport: Transport | None = None,
@@ -85,7 +84,9 @@ class Runner:
         compile: Literal["inductor"] | None = None,
         cuda_graph: bool = False,
         optimizer: MakeOptimizer | None = None,
+        plan_for: PlanFor | None = None,
     ) -> None:
+        plan, *further = plan if isinstance(plan, Sequence) and plan else (plan,)
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
         if plan.edited:
@@ -127,36 +128,14 @@ class Runner:
         if not self._unfit():
             self.check_copies()
         self.tensors.full_tensors.clear()  # what this rank does not have may be dropped
-        self.transport.open(plan.communicators, self.device, plan.mesh)
-        self.state = RankState(
-            plan,
-            self.transport,
-            self.device,
-            self.tensors.compute,
-            self.tensors.buffers,
-            seed,
-            self.compiler,
-        )
-        if self.compiler is not None:
-            self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
-        self._numbers = numbers_read(plan.job)
-        self._means = UnequalMeans(plan.job, self.device, self.rank)
-        self._values = watch_model(model, plan.job.read, plan.job.trains)
-        self._graph: StepGraph | None = None
+        self._seed, self._threads = seed, threads
+        self._graphs, self._plan_for = cuda_graph, plan_for
         if cuda_graph:
-            if self.device.type != "cuda":
-                raise UsageError(
-                    "cuda_graph=True replays what an accelerator was given, and this Runner computes on a "
-                    "processor: leave it out"
-                )
-            if threads:
-                raise UsageError(
-                    "cuda_graph=True records what one process gives its accelerator, and the ranks of this "
-                    "run are threads of one: start processes, or leave it out"
-                )
-            self._graph = StepGraph(self.state, self.tensors.parameters)
-        self._last: Marks | None = None
-        self._peak_bytes = 0
+            check_graph(self.device, self.transport, plan.world)
+        self._model = weakref.ref(model)
+        self._plans: list[PlanSteps] = []
+        self._shapes: list[Shape] = []
+        self._now = self._begin(plan, self.tensors)
         if shares is None:
             watch(self.tensors)
             take(model, self.tensors, self.transport)
@@ -164,6 +143,60 @@ class Runner:
         if self.optimizer is not None:
             self.state.optimize = optimize_by(self.optimizer, self.tensors)
             self.state.trains = lambda k: self.tensors.parameters[k].requires_grad
+        for one in further:
+            self.add(one)
+
+    # Plans.
+
+    def add(self, plan: Plan) -> None:
+        """Steps with batches of this plan's shape are taken by it, on the same parameters and with the same
+        optimizer; every rank must call it. Memory is that of the plan that needs most, since a step leaves
+        nothing; communicators that plans share are opened once.
+
+        plan: of the same model and layout, `stretto.plan(job.with_batch(batch, like=runner.plan))`; it takes
+        the place of one for the same shape.
+
+        Raises UsageError that names what differs from the first plan.
+        """
+        if not isinstance(plan, Plan):
+            raise UsageError(f"Runner.add takes a plan, not {type(plan).__name__}: call stretto.plan(...)")
+        if plan.edited:
+            verify(plan)
+        check_same(self.plan, plan)
+        agree(plan, self.transport, self._seed)
+        self._begin(plan, self.tensors.for_plan(plan, self._model()))
+
+    def _begin(self, plan: Plan, tensors: RankTensors) -> PlanSteps:
+        begun = PlanSteps(plan, tensors, self.transport, self._seed, self.compiler, self._model())
+        if self._plans and self.optimizer is not None:
+            begun.state.optimize = self.state.optimize
+            begun.state.trains = self.state.trains
+        if self._graphs:
+            begun.replay(self._plans[0].graph if self._plans else None)
+        shape = Shape.of_job(plan.job)
+        if shape in self._shapes:
+            at = self._shapes.index(shape)
+            begun.state.steps = self.state.steps
+            self._plans[at] = begun
+        else:
+            self._shapes.append(shape)
+            self._plans.append(begun)
+        return begun
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of all shapes, in the order in which they came; `plan` is the first."""
+        return tuple(one.plan for one in self._plans)
+
+    @property
+    def plan_of_step(self) -> Plan:
+        """The one that the last step took; before a step the first."""
+        return self._now.plan
+
+    @property
+    def state(self) -> RankState:
+        """Of the first plan, which counts the steps of all."""
+        return self._plans[0].state
 
     # Parameters.
 
@@ -245,64 +278,55 @@ class Runner:
 
     # Steps.
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any) -> Any:
         """Forward and backward of one batch; gradients are added to `.grad`, or where the plan has updates,
         used by them. Returns the step's loss (0-d): the mean of the microbatches' losses, or their sum over
-        what they count, of all data-parallel copies.
+        what they count, of all data-parallel copies. Where the loss function returns metrics, (loss, metrics
+        by name), the same on every rank (`stretto.batch.loss`).
 
-        batch: a tree like the captured one; every rank is given the full batch and reads its part.
+        batch: a tree like the captured one; every rank is given the full batch and reads its part. With
+        several plans its shape says which one the step takes; ranks compare it before the step.
 
-        Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
+        Raises UsageError for a batch whose leaves do not fit the plan, and where no plan is for its shape or
+        ranks are given several; RunError when a rank is lost.
         """
-        leaves = self._ready(batch)
-        if self._last is None:
-            self.state.divisor.check(leaves, self.transport)
-        self._means.look(leaves)
-        if self._graph is not None and self._graph.records and self._last is not None:
-            self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
-        # The first step makes what is made on first use; threads among it would be of the lane's class.
-        with (
-            explaining_failed_ops(self.rank) if self.plan.edited else nullcontext(),
-            self._metered(),
-            nullcontext() if self._last is None else self.transport.during_step(),
-        ):
-            loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
-        self.state.watch.end()
-        grads, self.state.grads = self.state.grads, {}
-        check_room(self.state.watch, self.transport)
-        give(self.tensors, grads)
-        if not self.replayed:
-            self._last = self.state.marks
-        return loss
+        now = self._now = self._for(batch)
+        leaves = fit_batch(now.plan.job, batch, self.device, now.numbers)
+        self._check_ready(now)
+        now.state.steps = self.state.steps  # draws go on as steps do
+        loss = now.step(leaves)
+        self.state.steps = now.state.steps
+        grads, now.state.grads = now.state.grads, {}
+        check_room(now.state.watch, self.transport)
+        give(now.tensors, grads)
+        return (loss, now.metrics.of_step()) if now.metrics else loss
 
-    def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch's leaves, when all that ops read is up to date."""
-        leaves = fit_batch(self.plan.job, batch, self.device, self._numbers)
+    def _for(self, batch: Any) -> PlanSteps:
+        """The plan of the batch's shape, which is made where it is asked for and there is none."""
+        if len(self._plans) == 1 and self._plan_for is None:
+            return self._plans[0]  # which refuses another shape in words
+        wanted = Shape.of_batch(batch)
+        agree_on_shape(self.transport, wanted)
+        at = find(self._shapes, wanted)
+        if at is None:
+            if self._plan_for is None:
+                raise no_plan(self._shapes, wanted)
+            self.add(planned(self.transport, self._plan_for, batch, self._threads))
+            at = find(self._shapes, wanted)
+            if at is None:
+                raise UsageError(
+                    f"plan_for was given a batch of {wanted}, and its plan is for {self._shapes[-1]}"
+                )
+        return self._plans[at]
+
+    def _check_ready(self, now: PlanSteps) -> None:
+        """All that ops read is up to date."""
         if any(parameter.requires_grad for _, parameter in self._frozen):
             check_given(self.tensors, self._frozen)
-        self._values.check()
-        if self.plan.job.watch is not None:
-            self.plan.job.watch.check()
+        now.check()
         self.tensors.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no full values: {unfit}")
-        return leaves
-
-    @contextmanager
-    def _metered(self) -> Iterator[None]:
-        """Know the step's peak memory, by counting tensors during the first step."""
-        if self._last is not None:
-            yield
-            return
-        kept = (
-            *self.tensors.compute.values(),
-            *self.tensors.parameters.values(),
-            *self.tensors.buffers.values(),
-        )
-        meter = MemoryMeter(kept)
-        with meter, nullcontext() if self.compiler is None else self.compiler.metered(meter):
-            yield
-        self._peak_bytes = meter.peak_bytes
 
     # What happened.
 
@@ -310,43 +334,48 @@ class Runner:
     def grad_norm(self) -> torch.Tensor:
         """The norm (0-d) of all gradients of the last step, before they were clipped, on every rank. Raises
         UsageError for a plan that does not need it."""
-        if self.state.norm is None:
+        norm = self._now.state.norm
+        if norm is None:
             raise UsageError(
                 "the norm of gradients is known after a step of a plan that was captured with "
                 "Parallel(updates=True, clip_norm=...), 0 to measure it alone; else "
                 "stretto.train.clip.GradientClip returns it"
             )
-        return self.state.norm
+        return norm
 
     @property
     def replayed(self) -> bool:
         """Whether the last step was replayed (`cuda_graph`), so that `timeline` is of an earlier one."""
-        return self._graph is not None and self._graph.replays
+        return self._now.replays
 
     def timeline(self) -> Timeline:
         """The last step as measured on all ranks; every rank must call it. With `cuda_graph` the last that
         was not replayed. Raises RunError before a step."""
-        if self._last is None:
+        now = self._now
+        if now.last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
-        marks = self.state.clock.read(self._last)
-        marks.peak_bytes = self._peak_bytes + self.tensors.state_bytes()
+        marks = now.state.clock.read(now.last)
+        marks.peak_bytes = now.peak_bytes + self.tensors.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
-        return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
+        return build_timeline(now.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def observed(self) -> tuple[Observed, ...]:
         """What the model's code showed (`stretto.observe`) in the steps since this was last called, at most
         256, over all ranks; every rank must call it. No step waits for it: this call does."""
-        return observed(self.state.watch, self.transport)
+        return self._observed(forget=True)
+
+    def _observed(self, forget: bool) -> tuple[Observed, ...]:
+        return one_after_another(observed(one.state.watch, self.transport, forget) for one in self._plans)
 
     def report(self) -> Report:
         """Measured against predicted of the last step, and what `observed` would give; every rank must call
         it. `print` shows a table. What cannot be reported is replaced by the reason, so that a script's last
         line does not lose the rest."""
-        seen = observed(self.state.watch, self.transport, forget=False)
+        seen, plan = self._observed(forget=False), self._now.plan
         try:
-            return Report(self.plan, self.timeline(), seen)
+            return Report(plan, self.timeline(), seen)
         except LostRankError:
             raise
         except Exception as error:
             gathered = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            return Report(self.plan, None, seen, gathered)
+            return Report(plan, None, seen, gathered)

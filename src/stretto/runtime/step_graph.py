@@ -6,7 +6,8 @@ fixed order of ops, waits and messages on fixed shapes, which is what a graph co
     1. The first steps are walked op by op: kernels are chosen, communicators connect.
     2. The walk is recorded, on copies of the batch's leaves. What it makes is in the graph's own memory.
     3. A step copies its batch there and replays. Gradients and loss are the graph's own tensors, so gradients
-       that the caller still has from the step before are copied away first.
+       that the caller still has from the step before are copied away first. Graphs of several plans share
+       their memory.
 
 What a graph cannot contain is refused: ops that draw random numbers, other ones in the next step.
 Replayed steps have no marks. Method: NVIDIA's CUDA graphs, as `torch.cuda.graph` records them, calls of NCCL
@@ -32,8 +33,13 @@ WALKED = 2
 class StepGraph:
     """Takes the place of `RankState.step`."""
 
-    def __init__(self, state: RankState, parameters: Mapping[int, nn.Parameter]) -> None:
-        """parameters: index in the job -> what the caller's gradients are on."""
+    def __init__(
+        self, state: RankState, parameters: Mapping[int, nn.Parameter], other: StepGraph | None = None
+    ) -> None:
+        """parameters: index in the job -> what the caller's gradients are on. other: of another plan of the
+        same Runner, whose memory is used: one is replayed at a time."""
+        self._all: list[StepGraph] = [] if other is None else other._all
+        self._all.append(self)
         self._state = state
         self._parameters = parameters
         self._walked = 0
@@ -59,7 +65,8 @@ class StepGraph:
         if self._graph is None:
             self._record(leaves)
         assert self._graph is not None
-        self._keep()
+        for graph in self._all:
+            graph._keep()
         for name, leaf in leaves.items():
             self._leaves[name].copy_(leaf)
         self._graph.replay()
@@ -77,7 +84,8 @@ class StepGraph:
         steps = state.steps
         try:
             # Threads of the communication library look at events of their own meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            pool = next((one._graph.pool() for one in self._all if one._graph is not None), None)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._loss = state.step(self._leaves)
         finally:
             state.steps, state.clock = steps, clock

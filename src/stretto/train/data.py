@@ -72,6 +72,8 @@ class TextData:
     """Where the tokens are kept."""
     digest: str
     """Equal for equal tokens and tokenizers, wherever they are kept."""
+    end: int
+    """The token behind each document."""
     unigram_entropy_nats: float
     """What the held-out loss would be, a token, from token frequencies alone."""
 
@@ -113,6 +115,7 @@ def prepare_data(
         held_out=TokenDataset(held_out, length, 0, "the held-out text"),
         folder=folder,
         digest=hashlib.sha256(json.dumps([manifest[name] for name in FILES]).encode()).hexdigest()[:16],
+        end=0 if given is None else given.end,
         unigram_entropy_nats=float(summary["unigram_entropy_nats"]),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.batch.loss import Loss
+from stretto.batch.loss import Loss, loss_alone
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
@@ -111,7 +111,7 @@ class Evaluation:
         does not take part.
         """
         take_first_copys_buffers(self._runner.tensors, self._trained.tensors, self._trained.transport)
-        losses = [float(self._runner.step(batch)) for batch in batches]
+        losses = [float(loss_alone(self._runner.step(batch))) for batch in batches]
         if not losses:
             raise UsageError("an evaluation is of one batch or more: none was given")
         return sum(losses) / len(losses)

@@ -23,6 +23,7 @@ from stretto.models.build import build_model, counted_loss_function, hollow, sha
 from stretto.models.weight_files import weights_folder, weights_of
 from stretto.parallelize.layout import RankLayout, layout_of
 from stretto.train.checkpoint_files import latest_in
+from stretto.train.rows import Rows, example_of
 from stretto.train.task import Task, check_files, own_task
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ def trained(settings: TrainSettings) -> Task:
     check_files(settings)
     if settings.task is not None:
         return own_task(settings.task, settings.training.seed)
-    length = settings.data.sequence_length
+    example = example_of(settings.data)
 
-    def batch(_: int, rows: int) -> torch.Tensor:
-        return torch.empty(rows, length + 1, dtype=torch.int64, device="meta")
+    def batch(_: int, rows: int) -> Rows:
+        return example(rows)
 
     return Task(
         model=partial(build_model, settings.model, likely_vocab_size(settings), settings.training.seed),
@@ -51,7 +52,7 @@ def trained(settings: TrainSettings) -> Task:
         held_out=batch,
         digest="",
         unit="tokens",
-        size=length,
+        size=settings.data.sequence_length,
     )
 
 
@@ -77,7 +78,7 @@ def captures_of(settings: TrainSettings, description: Description | None) -> Cap
     of = trained(settings)
     with torch.device("meta"):
         model = of.model()
-    batch, dtype = of.train(0, settings.training.global_batch), DTYPES[settings.precision]
+    batch, dtype = of.first_batch(settings.training.global_batch), DTYPES[settings.precision]
     return Captures(model, batch, of.loss, dtype=dtype, device=device_of(description))
 
 

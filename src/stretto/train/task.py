@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.config import TaskSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError, near_path
 from stretto.files.say import Say, silent
 from stretto.ir.stage_maps import is_own
 from stretto.models.build import build_model, counted_loss_function, hollow
-from stretto.models.gpt import generate
+from stretto.models.gpt import count_targets, generate
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
+from stretto.train.rows import Buckets, Windows, example_of
 from stretto.train.text import given_tokenizer
 
 if TYPE_CHECKING:
@@ -48,8 +50,9 @@ SAMPLE_TEMPERATURE = 0.8
 """Below 1, so that small models stay readable. Assumed."""
 
 Batches = Callable[[int, int], Any]
-"""(step, global_batch) -> the batch of a step: a tree of tensors whose first dim is `global_batch`. It must
-follow from the two alone, noise included, so that a resumed run goes on with the same."""
+"""(step, global_batch) -> the batch of a step: a tree of tensors whose first dim is `global_batch`, or less
+in a smaller last batch; its shapes may differ between steps. It must follow from the two alone, noise
+included, so that a resumed run goes on with the same."""
 
 Report = Callable[[nn.Module, Path, Say], Mapping[str, Any]]
 """(model, folder, say) -> what the run's summary is to have besides its own. At the end rank 0 calls it with
@@ -79,6 +82,9 @@ class Task:
     size: int = 1
     held_out_words: tuple[str, str] = ("", "")
     """What is printed at the end after the held-out loss: its unit, and what to compare it with."""
+    example: Callable[[int], Any] | None = None
+    """global_batch -> a batch of the largest shape, whose values do not count, where batches have several:
+    its plan is made first, the others at the first step that needs them."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """What the run's summary has besides its own."""
     where: str = ""
@@ -91,6 +97,16 @@ class Task:
     source: str = "what task.file makes"
     differing: str = "the file differs, or what it reads"
     """For messages: the setting that data comes from, in words, and why it may differ between machines."""
+
+    def first_batch(self, global_batch: int) -> Any:
+        """What the first plan is for."""
+        return self.train(0, global_batch) if self.example is None else self.example(global_batch)
+
+    def counted(self, batch: Any) -> int:
+        """How many of `unit` a batch has. Of rows that are filled up, what is predicted counts."""
+        if self.example is None or not isinstance(batch, Mapping):
+            return tree.rows(batch) * self.size
+        return int(count_targets(batch))
 
 
 def check_files(settings: TrainSettings) -> None:
@@ -180,6 +196,16 @@ def task_of(settings: TrainSettings, say: Say, begin: Say = silent) -> Task:
     return text_task(settings, prepare_data(settings.data, say, given_tokenizer(settings.model), begin))
 
 
+def batches_of_text(settings: TrainSettings, data: TextData) -> Batches:
+    """The rows to train on. A smaller last batch has microbatches of the same rows, and fewer."""
+    of, training = settings.data, settings.training
+    if not of.bucket_lengths:
+        return Windows(data.train, data.end if of.document_masks else None).batch
+    lengths = sorted({*of.bucket_lengths, of.sequence_length})
+    multiple = training.global_batch // settings.parallel.microbatches
+    return Buckets(data.train.tokens, data.end, lengths, of.seed, multiple).batch
+
+
 def text_task(settings: TrainSettings, data: TextData) -> Task:
     """Text that is prepared, as a task."""
     training, length = settings.training, settings.data.sequence_length
@@ -198,6 +224,8 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         return {"sample": after}
 
     source = settings.model.pretrained
+    batches = batches_of_text(settings, data)
+    end = data.end if settings.data.document_masks else None
 
     def make() -> nn.Module:
         with hollow() if source is not None else nullcontext():
@@ -214,8 +242,9 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         model=make,
         fill=fill if source is not None else None,
         loss=counted_loss_function(settings.model),
-        train=data.train.batch,
-        held_out=data.held_out.batch,
+        train=batches,
+        held_out=Windows(data.held_out, end).batch,
+        example=example_of(settings.data) if settings.data.bucket_lengths else None,
         digest=data.digest,
         report=report if training.sample_tokens else None,
         unit="tokens",

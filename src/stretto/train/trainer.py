@@ -24,12 +24,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from stretto.batch.loss import has_metrics, loss_alone
 from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.files.say import silent
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
+from stretto.ir.work import Work
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
@@ -51,6 +53,7 @@ from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.optimizer import learning_rate, make_optimizer
 from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
+from stretto.train.replan import plans_of
 from stretto.train.results import (
     Metrics,
     Results,
@@ -79,6 +82,8 @@ class Trainer:
         self.metrics: Metrics | None = None
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
+        self._returned: dict[str, Any] = {}
+        self._works: dict[int, Work] = {}
         self._held_out_at: tuple[int, float] | None = None
         self._seen: ObservedRun | None = None
         self._locks = ExitStack()
@@ -141,7 +146,7 @@ class Trainer:
         check_shared(self.world, settings.checkpoint_dir)
         begin("capturing the model")
         model, loss = task.model(), task.loss
-        batch = task.train(0, settings.training.global_batch)
+        batch = task.first_batch(settings.training.global_batch)
         layout_of_run(model, settings, say)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
@@ -160,8 +165,8 @@ class Trainer:
         )
         for line in str(plan).splitlines():
             say(line)
-        self._work = plan.work
         move(model, plan, self.world.rank, self.world.device)
+        several = task.example is not None or settings.task is not None  # shapes of batches
         self.runner = Runner(
             plan,
             model,
@@ -170,12 +175,15 @@ class Trainer:
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
             optimizer=partial(make_optimizer, settings=settings.optimizer) if job.updates else None,
+            plan_for=plans_of(settings, task, plan, kept, device, say) if several else None,
         )
+        del job  # which has the model
         begin("preparing the held-out loss")
+        held_out = batch if task.example is None else task.held_out(0, settings.training.global_batch)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)
             self.evaluation = Evaluation(
-                *(self.runner, model, batch, loss),
+                *(self.runner, model, held_out, loss),
                 parallel=settings.parallel,
                 order=settings.planning.order,
                 steps=held_out_steps(settings.training),
@@ -241,13 +249,15 @@ class Trainer:
         enter_phase("training")
         while self.step < training.steps:
             begin_s = time.perf_counter()
-            loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
+            batch = task.train(self.step, training.global_batch)
+            loss, rate, norm = self._one_step(batch)
             step_s = time.perf_counter() - begin_s
             self._losses.append(loss)
             self._step_s.append(step_s)
             line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
-            count = training.global_batch * task.size
-            line |= speed_line(task.unit, count, step_s, self.world.size, self._work)
+            count = task.counted(batch)
+            line |= {"metrics": self._returned} if self._returned else {}
+            line |= speed_line(task.unit, count, step_s, self.world.size, self._work())
             gathered = self._gather_timeline()
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
@@ -269,8 +279,12 @@ class Trainer:
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        queued = self.runner.step(batch), self.runner.grad_norm if self.clip is None else self.clip()
+        stepped = self.runner.step(batch)
+        queued = loss_alone(stepped), self.runner.grad_norm if self.clip is None else self.clip()
         loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
+        self._returned = (
+            {name: one.tolist() for name, one in stepped[1].items()} if has_metrics(stepped) else {}
+        )
         if not math.isfinite(loss) or not math.isfinite(norm):
             what = "nothing was updated" if self.clip is not None else "parameters were updated by it"
             raise RunError(
@@ -283,11 +297,19 @@ class Trainer:
         self.step += 1
         return loss, rate, norm
 
+    def _work(self) -> Work:
+        """That of the plan which the last step took."""
+        plan = self.runner.plan_of_step
+        if id(plan) not in self._works:
+            self._works[id(plan)] = plan.work
+        return self._works[id(plan)]
+
     def _gather_timeline(self) -> float | None:
         """On steps that are logged or traced: the share of the step that is exposed communication. Steps that
         are replayed have no timeline, and the last that has one is taken for all that are traced."""
         training, traced = self.settings.training, self.settings.output.trace_steps
-        trace = self.step > training.steps - traced
+        # Reports compare with the first plan's prediction.
+        trace = self.step > training.steps - traced and self.runner.plan_of_step is self.runner.plan
         if self.runner.replayed:
             if trace and not self.timelines:
                 self.timelines.append(self.runner.timeline())
