@@ -68,7 +68,8 @@ def laid_out(
 
     try:
         if layout.experts is not None:
-            program = along(EP.name, along_experts(program, layout, model))
+            experts, made = along_experts(program, layout.experts, model)
+            layout, program = replace(layout, experts=experts), along(EP.name, made)
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
             program = context.with_own_tokens(program, CP.name)

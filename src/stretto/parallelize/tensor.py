@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.errors import UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
 from stretto.parallelize.styles import EXPERTS, Style, plan_of
+from stretto.parallelize.wrapped import along, matrix_of
 
 AXIS = TENSOR
 
@@ -96,14 +97,16 @@ def _vocabulary_fits(
             result[name] = style = Style("vocabulary")
         if style.kind != "vocabulary":
             continue
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        matrix = matrix_of(module)
+        if matrix is None:
             raise UsageError(f"{name}: the style 'vocabulary' needs an embedding or a linear layer")
-        odd = isinstance(module, nn.Embedding) and (
-            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        rows = matrix.inputs if matrix.is_embedding else matrix.outputs
+        odd = any(
+            isinstance(one, nn.Embedding) and (one.max_norm is not None or one.scale_grad_by_freq or one.sparse)
+            for one in module.modules()
         )
-        if weight.shape[0] % size or odd:
-            why = "is of a special kind" if odd else f"has {weight.shape[0]} rows"
+        if rows % size or odd:
+            why = "is of a special kind" if odd else f"has {rows} rows"
             warnings.warn(
                 f"{name} {why} and is not sharded over {AXIS} = {size}: every rank computes all of it. "
                 f"Pad the vocabulary to a multiple of {size} to shard it",
@@ -111,7 +114,7 @@ def _vocabulary_fits(
             )
             result[name] = Style("replicated")
     # A tie is sharded in all its places or in none.
-    own = {name: {id(p) for p in modules[name].parameters(recurse=False)} for name in result}
+    own = {name: {id(p) for p in modules[name].parameters()} for name in result}
     full = set().union(*(own[name] for name, style in result.items() if style.kind == "replicated"))
     for name, style in result.items():
         if style.kind == "vocabulary" and own[name] & full:
@@ -127,29 +130,23 @@ def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, 
         return {key: Shard(AXIS, dim, blocks) for key, dim, blocks in style.dims}
     if kind == "replicated":
         return {}
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    matrix = matrix_of(module)
+    if matrix is None:
         inner = [n for n, m in module.named_modules() if n and isinstance(m, nn.Linear)]
         how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
         raise UsageError(
             f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
             f"it replicated with {{{name!r}: 'replicated'}} in tp_plan"
         )
-    if isinstance(module, nn.Embedding) and kind != "vocabulary":
+    if matrix.is_embedding and kind != "vocabulary":
         raise UsageError(
             f"{name}: an embedding is sharded by the style 'vocabulary', not {kind!r}: give it that style, "
             "or leave it out of tp_plan, which keeps it replicated"
         )
-    # transformers' Conv1D keeps its matrix transposed: (in, out).
-    out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
-    if kind == "rowwise":
-        _divides(name, weight.shape[in_dim], size, 1)
-        return {"weight": Shard(AXIS, in_dim)}
-    _divides(name, weight.shape[out_dim], size, style.blocks)
-    shards = {"weight": Shard(AXIS, out_dim, style.blocks)}
-    if getattr(module, "bias", None) is not None:
-        shards["bias"] = Shard(AXIS, 0, style.blocks)
-    return shards
+    of_inputs = kind == "rowwise" or matrix.is_embedding
+    count, blocks = matrix.inputs if of_inputs else matrix.outputs, 1 if kind == "rowwise" else style.blocks
+    _divides(name, count, size, blocks)
+    return {key: Shard(AXIS, dim, blocks) for key, dim in along(module, count, of_inputs=of_inputs)}
 
 
 def _divides(name: str, n: int, size: int, blocks: int) -> None:
