@@ -136,8 +136,8 @@ def _call_of(op: Op, given: Sequence[Ref]) -> tuple[str, ...]:
 
 class _Walk:
     """now: value that is gone -> the one in its place. results: of a backward, by number. forwards: by what
-    they read, with the names of the step for those of what was traced. asked: by the same, of which parameters
-    the step needs gradients."""
+    they read, with the names of the step for those of what was traced. asked: by the same, of which
+    parameters the step needs gradients."""
 
     def __init__(self, program: StepProgram, calls: ExpertCalls) -> None:
         self.program, self.calls = program, calls
@@ -198,9 +198,7 @@ class _Walk:
         call, names = self.forwards[_call_of(op, op.args[1:4])]
         names[TANGENT] = op.args[0].name
         self._copied(call, names, op, origin)
-        wanted = {
-            name: f"{GRAD}{name.removeprefix(PARAM)}" for name in (TOKENS, WEIGHTS, *call.parameters)
-        }
+        wanted = {name: f"{GRAD}{name.removeprefix(PARAM)}" for name in (TOKENS, WEIGHTS, *call.parameters)}
         self.results[op.name] = [
             self.out.contiguous(names[call.roots[root]])
             if root in call.roots
@@ -251,14 +249,16 @@ def along_experts(
         yield Choice((*before, *of_experts, *of_all), (*results, *grads))
 
     rules = dict.fromkeys((MIXTURE, MIXTURE_BACKWARD), of_own_experts)
-    return replace(how, shards=shards), shard(program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules))
+    return replace(how, shards=shards), shard(
+        program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules)
+    )
 
 
 def _placed_within(
     program: StepProgram, how: ExpertParallel, own: Mapping[str, int], trained: Collection[str]
 ) -> dict[str, AxisPlacement]:
-    """Placements of parameters of which experts' are made, so that a rank makes those of its own experts. own:
-    how many parameters the modules themselves have. trained: names."""
+    """Placements of parameters of which experts' are made, so that a rank makes those of its own experts.
+    own: how many parameters the modules themselves have. trained: names."""
     ahead = Ahead(program, how.size, dict(program.given))
     calls = [op for op, _ in program.ops if op.target == MIXTURE]
     modules = {ref.name: op.module for op in calls for ref in op.args[3][: own[op.module]]}
@@ -274,8 +274,8 @@ def _placed_within(
             if name.removeprefix(PARAM) in trained and not fits:
                 raise UsageError(
                     f"{name.removeprefix(PARAM)} changes experts of {modules[name]} by {op.target}, of which "
-                    f"{EP.name} = {how.size} ranks cannot compute the change of their own experts alone: adapt "
-                    f"modules instead (target_modules), or give {EP.name} = 1 and use pp or dp"
+                    f"{EP.name} = {how.size} ranks cannot compute the change of their own experts alone: "
+                    f"adapt modules instead (target_modules), or give {EP.name} = 1 and use pp or dp"
                 )
     return {name: at for name, at in wanted.items() if name.startswith(PARAM) and at.is_sharded}
 

@@ -38,12 +38,13 @@ from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
+from stretto.models.adapters import unwrapped
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.expert_trial import INSIDE, part_of_experts, rows_by
 from stretto.parallelize.parts import bounds
 from stretto.parallelize.unseen import put_forward
-from stretto.parallelize.wrapped import named_by, no_module, own_plan, unwrapped
+from stretto.parallelize.wrapped import named_by, no_module, own_plan
 
 AXIS = EP.name
 STYLE = "experts"

@@ -32,7 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stretto.errors import UsageError, meant
-from stretto.parallelize.wrapped import named_by, no_module, own_plan, unwrapped, unwrapped_parameters
+from stretto.models.adapters import plain_names, unwrapped
+from stretto.parallelize.wrapped import named_by, no_module, own_plan
 
 KNOWN = ("colwise", "packed_colwise", "rowwise", "vocabulary", "experts", "replicated")
 
@@ -167,7 +168,8 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     result: dict[str, Style] = {}
     dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    parameters = unwrapped_parameters(model)
+    names = list(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {plain: name for name, plain in plain_names(model).items()} | dict(zip(names, names))
     for pattern, style in plan.items():
         where = f"tp_plan[{pattern!r}]"
         matched = named_by(pattern, modules)

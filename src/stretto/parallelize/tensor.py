@@ -102,7 +102,8 @@ def _vocabulary_fits(
             raise UsageError(f"{name}: the style 'vocabulary' needs an embedding or a linear layer")
         rows = matrix.inputs if matrix.is_embedding else matrix.outputs
         odd = any(
-            isinstance(one, nn.Embedding) and (one.max_norm is not None or one.scale_grad_by_freq or one.sparse)
+            isinstance(one, nn.Embedding)
+            and (one.max_norm is not None or one.scale_grad_by_freq or one.sparse)
             for one in module.modules()
         )
         if rows % size or odd:

@@ -50,27 +50,6 @@ def own_plan(
     return found[0] if found else {}
 
 
-def unwrapped(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The name of the module around which adapters are; `peft`'s say which it is."""
-    base = getattr(modules[name], "get_base_layer", lambda: None)()
-    if base is None:
-        return name
-    inside = (n for n, m in modules.items() if m is base and n.startswith(f"{name}."))
-    return next(inside, name)
-
-
-def unwrapped_parameters(model: nn.Module) -> dict[str, str]:
-    """Names of parameters as they are and, of those in adapters, as they were without."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    result = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in modules:
-        base = unwrapped(modules, name)
-        if base != name:
-            own = modules[base].named_parameters()
-            result |= {f"{name}.{key}": f"{base}.{key}" for key, _ in own if f"{name}.{key}" not in result}
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A module's matrix: its features, and whether it is that of an embedding."""
