@@ -91,6 +91,7 @@ def test_each_rank_reads_its_parts_and_draws_the_same_adapter(tmp_path: Path) ->
     assert not any("lora_" in name for name in of)
     with hollow():
         assert weights_of(build_model(model, 310, 7), source).of == of
+    refuse_early(load_settings(tmp_path / "run.toml", ["parallel.tp=2"]))  # of a model that has no values
 
 
 REFUSED = (

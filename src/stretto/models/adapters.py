@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,33 +79,38 @@ def adapted(model: nn.Module, settings: Mapping[str, Any], source: str, seed: in
     """The model with a low-rank adapter, whose values are drawn from `seed`; its own parameters are frozen.
 
     settings: arguments of `peft.LoraConfig`. source: where the model's weights are from, for those who load
-    the adapter. Parameters of the model may be on "meta". Raises UsageError for what `peft` does not take.
+    the adapter. Parameters of the model need no values. Raises UsageError for what `peft` does not take.
     """
     peft = peft_for("model.adapter")
     for key in settings:
         if key not in peft.LoraConfig.__dataclass_fields__:
             near = meant(key, peft.LoraConfig.__dataclass_fields__, "; {}")
             raise UsageError(f"model.adapter.{key}: peft {peft.__version__} has no such setting{near}")
-    try:
+
+    def make() -> nn.Module:
         with _stand_ins(model), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
             made: nn.Module = peft.get_peft_model(model, config)
             config.base_model_name_or_path = source
+        return made.train()
+
+    try:
+        with ThreadPoolExecutor(1) as apart:  # a thread has no modes of a caller's
+            return apart.submit(make).result()
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"model.adapter: peft cannot adapt {type(model).__name__}: {error}") from error
-    return made.train()
 
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Parameters on "meta" are on the processor while the context lasts, with one number each in memory: an
-    adapter gets its values where the module is that it is around."""
+    """Parameters without values have one number each in memory while the context lasts: an adapter gets its
+    values where the module is that it is around."""
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
+            if parameter.is_meta or type(parameter) is not nn.Parameter:  # as fake ones are
                 kept.append((module, key, parameter))
                 number = torch.zeros((), dtype=parameter.dtype, device="cpu")
                 own = nn.Parameter(number.expand(parameter.shape), requires_grad=parameter.requires_grad)
