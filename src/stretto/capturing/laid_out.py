@@ -41,7 +41,7 @@ from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram, with_equal_views_once
 from stretto.passes.layout.rules import as_kernel
 from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
-from stretto.passes.layout.shared_heads import copies_of
+from stretto.passes.layout.shared_heads import blocks_of, copies_of
 from stretto.passes.rewrite import rooted
 
 
@@ -145,12 +145,19 @@ def _along_tensor(
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
-    shared = {  # which ranks share where they are more than heads
-        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+    packed = {
+        name: replace(
+            one, blocks=one.blocks * blocks_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks))
+        )
         for name, one in tensor.shards.items()
     }
+    shared = {  # which ranks share where they are more than heads
+        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+        for name, one in packed.items()
+    }
     is_one_way = len({of.copies for of in shared.values()} - {1, size}) <= 1
-    for shards in (shared, tensor.shards) if is_one_way and shared != tensor.shards else (tensor.shards,):
+    ways = [shared, packed, dict(tensor.shards)] if is_one_way else [packed, dict(tensor.shards)]
+    for shards in ways:
         placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
         gathering = _gathering(tensor, shards)
         asked = {**wishes, **entering_in_full(program, gathering)}
@@ -158,7 +165,7 @@ def _along_tensor(
             made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
             break
         except MisfitError:
-            if shards is tensor.shards:
+            if shards is ways[-1]:
                 raise
     check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made

@@ -139,6 +139,7 @@ CONTRACTIONS = {
     "bmm": ("bik", "bkj", "bij"),
     "mv": ("ik", "k", "i"),
     "dot": ("k", "k", ""),
+    "vdot": ("k", "k", ""),
 }
 """Products of two operands, which are summed over k, as einsum writes them."""
 

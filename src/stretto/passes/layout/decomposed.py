@@ -175,7 +175,35 @@ def _place_of_highest(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence
     return (sub("aten.neg.default", Ref(sub("aten.amax.default", Ref(first), dims, keep))),)
 
 
+def _weight_norm(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str] | None:
+    """Rows of a direction, which have the lengths that are given."""
+    direction, length = op.args[:2]
+    dim = op.args[2] if len(op.args) > 2 else 0
+    others = tuple(d for d in range(len(specs[0].shape)) if d != dim)
+    if len({spec.dtype for spec in (*specs, *op.outputs) if spec is not None}) > 1:
+        return None
+    squares = Ref(sub("aten.mul.Tensor", direction, direction))
+    norm = sub("aten.sqrt.default", Ref(sub("aten.sum.dim_IntList", squares, others, True)))
+    scale = Ref(sub("aten.div.Tensor", length, Ref(norm)))
+    return sub("aten.mul.Tensor", direction, scale), norm
+
+
+def _weight_norm_backward(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str] | None:
+    grad, direction, length, norm, dim = op.args
+    others = tuple(d for d in range(len(specs[0].shape)) if d != dim)
+    if len({spec.dtype for spec in (*specs, *op.outputs) if spec is not None}) > 1:
+        return None
+    along = Ref(sub("aten.sum.dim_IntList", Ref(sub("aten.mul.Tensor", grad, direction)), others, True))
+    of_length = Ref(sub("aten.div.Tensor", along, norm))
+    unit = Ref(sub("aten.div.Tensor", direction, norm))
+    across = Ref(sub("aten.sub.Tensor", grad, Ref(sub("aten.mul.Tensor", unit, of_length))))
+    scale = Ref(sub("aten.div.Tensor", length, norm))
+    return sub("aten.mul.Tensor", across, scale), of_length.name
+
+
 DECOMPOSED: dict[str, Decompose] = {
+    "aten._weight_norm_interface.default": _weight_norm,
+    "aten._weight_norm_interface_backward.default": _weight_norm_backward,
     "aten.logsumexp.default": _log_sum_exp,
     "aten.argmax.default": _place_of_highest,
     **dict.fromkeys(("aten.mean.default", "aten.mean.dim"), _mean),
