@@ -216,5 +216,5 @@ def test_a_change_of_all_experts_at_once_is_refused_with_ep() -> None:
     for layer in model.model.layers:
         layer.mlp.experts = Mixing(layer.mlp.experts)
     model.double()
-    with pytest.raises(UsageError, match=r"changes experts of .*mlp\.experts.* by aten\..*ep = 2 ranks cannot"):
+    with pytest.raises(UsageError, match=r"changes experts of .*mlp\.experts.* by aten.*ep = 2 ranks"):
         captured(model, **EP)

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sharded(gpt(), {"embedding": "colwise", **MLP}),
         "embedding: an embedding is sharded by the style 'vocabulary'",
     ),
-    "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs one list of blocks"),
+    "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs a list of blocks with rowwise"),
     "a sequence of seven": (
         lambda: captured(
             gpt(),

@@ -129,7 +129,7 @@ def _along_context(program: StepProgram, traced: Traced, layout: RankLayout) -> 
 def _in_chunks(program: StepProgram, layout: RankLayout, may_be_partial: frozenset[str]) -> ChunkedProgram:
     chunks, tensor = layout.chunks, layout.tensor
     assert chunks is not None
-    ranks = 1 if tensor is None or tensor.first is None else tensor.size
+    ranks = 1 if tensor is None or not tensor.firsts else tensor.size
     program = program if chunks.full else by_chunk(program)
     blocks = 0 if layout.context == 1 else context.blocks_of(layout.context_kind)
     return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
@@ -221,23 +221,25 @@ def _kept_shards(layout: RankLayout, partial: Mapping[str, tuple[str, ...]]) -> 
 
 
 def stream(program: StepProgram, layout: RankLayout) -> dict[str, AxisPlacement]:
-    """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
+    """With sequence parallelism: each residual stream, as it enters the first block of a list, is sharded
+    along the sequence. Raises UsageError where there is none, and where ranks can share no sequence
+    equally."""
     tensor = layout.tensor
-    if tensor is None or tensor.first is None:
+    if tensor is None or not tensor.firsts:
         return {}
-    entering = stream_into(program, tensor.first)
-    if entering is None:
+    entering = [one for first in tensor.firsts if (one := stream_into(program, first)) is not None]
+    if not entering:
         raise UsageError(
-            f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-            "before it has made: give it one, or leave sequence_parallel out"
+            f"sequence_parallel: {tensor.firsts[0]} reads no activation (batch, sequence, hidden) that a "
+            "module before it has made: give it one, or leave sequence_parallel out"
         )
-    if entering.length % tensor.size:
+    fitting = [one for one in entering if one.length % tensor.size == 0]
+    if not fitting:
         raise UsageError(
-            f"sequence_parallel: a sequence of {entering.length} cannot be sharded equally over "
+            f"sequence_parallel: a sequence of {entering[0].length} cannot be sharded equally over "
             f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
         )
-    return {entering.name: sharded(SEQUENCE_DIM)}
+    return {one.name: sharded(SEQUENCE_DIM) for one in fitting}
 
 
 def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str, AxisPlacement]:
@@ -258,7 +260,7 @@ def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str,
 def _gathering(tensor: TensorParallel, shards: Mapping[str, Shard]) -> tuple[str, ...]:
     """How names begin in modules that with sequence parallelism gather what they are given, for what in them
     is replicated as well: those with experts, and those with a head of keys that all ranks share."""
-    if tensor.first is None:
+    if not tensor.firsts:
         return ()
     shared = (name.rsplit(".", 2)[0] for name, of in shards.items() if of.copies == tensor.size)
     return tuple(f"{name}." for name in sorted({*tensor.mixtures, *shared}))

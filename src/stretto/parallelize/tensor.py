@@ -2,8 +2,8 @@
 
     1. The plan says which modules are sharded (`styles`). Their parameters become shards: rows, columns, or
        parts of packed columns.
-    2. With sequence parallelism, what enters the blocks is sharded along the sequence. They are the one list
-       of modules that has the rowwise modules.
+    2. With sequence parallelism, what enters the blocks is sharded along the sequence. They are the lists of
+       modules that have the rowwise modules.
     3. What does not fit is refused: sizes, ties that would be sharded in two ways.
 
 The model is looked at and not changed; passes make a rank's part of its step (`stretto.passes.layout`).
@@ -29,12 +29,12 @@ AXIS = TENSOR
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is sharded. shards: parameter name -> how; first: with sequence parallelism, the first block;
-    mixtures: modules with experts in them."""
+    """What is sharded. shards: parameter name -> how; firsts: with sequence parallelism, the first block of
+    each list of blocks; mixtures: modules with experts in them."""
 
     size: int
     shards: Mapping[str, Shard]
-    first: str | None = None
+    firsts: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
 
 
@@ -58,9 +58,9 @@ def tensor_parallel(
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_shards(model, shards, size)
-    first = first_block(model, modules, styles) if sequence else None
+    firsts = first_blocks(model, modules, styles) if sequence else ()
     experts = (name for name, style in styles.items() if style.kind == EXPERTS and "." in name)
-    return TensorParallel(size, shards, first, tuple(name.rpartition(".")[0] for name in experts))
+    return TensorParallel(size, shards, firsts, tuple(name.rpartition(".")[0] for name in experts))
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
@@ -159,18 +159,20 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
         )
 
 
-def first_block(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> str:
-    """The first of the blocks: of the list that has the rowwise modules."""
+def first_blocks(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
+) -> tuple[str, ...]:
+    """The first of the blocks: of each list that has rowwise modules, as an encoder's and a decoder's."""
     rowwise = [name for name, style in styles.items() if style.kind == "rowwise"]
     lists: dict[str, nn.ModuleList] = {}  # the outermost: they come first
     for name, module in modules.items():
         inner = any(name.startswith(f"{other}.") for other in lists)
         if isinstance(module, nn.ModuleList) and not inner and any(r.startswith(f"{name}.") for r in rowwise):
             lists[name] = module
-    if len(lists) != 1:
+    if not lists:
         raise UsageError(
-            f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
-            f"has {', '.join(lists) or 'none'}: give the blocks' output projections the style 'rowwise' in "
-            "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
+            f"sequence_parallel needs a list of blocks with rowwise modules in it; {type(model).__name__} "
+            "has none: give the blocks' output projections the style 'rowwise' in tp_plan, in an "
+            "nn.ModuleList, or leave sequence_parallel out"
         )
-    return f"{next(iter(lists))}.0"
+    return tuple(f"{name}.0" for name in lists)

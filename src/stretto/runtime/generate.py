@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Writer:
         self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
+        self.numbers = count()
         stages = {stage for stage, _ in window.parts}
         self.ops = {(s, op.name): op for s in stages for ops in job.stages[s].ops.values() for op in ops}
         self.reads = {
@@ -217,7 +219,9 @@ class Writer:
         self.lines.append(text)
 
     def name(self, part: int, value: str) -> str:
-        return self.names.setdefault((part, value), f"v{len(self.names)}")
+        if (part, value) not in self.names:  # which may lose values: none gets the variable of another
+            self.names[part, value] = f"v{next(self.numbers)}"
+        return self.names[part, value]
 
     def _keep(self, part: int, value: str) -> None:
         self.line(f"store{part}[{value!r}] = {self.name(part, value)}")
