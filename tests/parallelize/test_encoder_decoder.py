@@ -32,14 +32,13 @@ def bart() -> nn.Module:
     return from_transformers("BartForConditionalGeneration", **sides, **sizes, **ends)
 
 
-def plan(
-    prefix: str, attention: tuple[str, ...], names: tuple[str, ...], mlp: dict[str, str]
-) -> dict[str, str]:
+Styles = dict[str, str]
+
+
+def plan(prefix: str, attention: tuple[str, ...], names: tuple[str, ...], mlp: Styles) -> Styles:
     """names: of queries, keys, values and the output."""
-    styles = ("colwise", "colwise", "colwise", "rowwise")
-    result = {
-        f"{prefix}{which}.{n}": style for which in attention for n, style in zip(names, styles, strict=True)
-    }
+    styles = dict(zip(names, ("colwise", "colwise", "colwise", "rowwise"), strict=True))
+    result = {f"{prefix}{which}.{n}": style for which in attention for n, style in styles.items()}
     return result | {f"{prefix}{n}": style for n, style in mlp.items()}
 
 

@@ -18,10 +18,11 @@ from tests.parallelize.equality import assert_plain
 PLAN = {"up": "colwise", "down": "rowwise"}
 
 
+Change = Callable[[nn.Module], nn.Module]
+
+
 class Mlp(nn.Module):
-    def __init__(
-        self, changed: Callable[[nn.Module], nn.Module] = lambda module: module, pieces: int = 1
-    ) -> None:
+    def __init__(self, changed: Change = lambda module: module, pieces: int = 1) -> None:
         super().__init__()
         self.up, self.down = changed(nn.Linear(8, 12 * pieces)), changed(nn.Linear(12, 8))
         self.pieces = pieces

@@ -130,7 +130,7 @@ BEFORE_PARAMETERS = 2
 
 
 def _call_of(op: Op, given: Sequence[Ref]) -> tuple[str, ...]:
-    """What tells calls apart. given: tokens, choices, weights."""
+    """By what calls differ. given: tokens, choices, weights."""
     return (*(arg.name for arg in given), op.module)
 
 

@@ -37,8 +37,8 @@ def own_plan(
     model: nn.Module, key: str, built_in: Callable[[nn.Module], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """The plan of the model, pattern of its names -> style: the attribute `key` of it, or of the first module
-    in it whose plan names a module there is (a wrapper lends out what is of names within); or that which is
-    built in for one. Empty without one."""
+    in it whose plan names a module there is (a wrapper lends out what is of names within); or the one that is
+    built in. Empty without one."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found: list[Mapping[str, Any]] = []
     for name, module in model.named_modules():
@@ -52,7 +52,7 @@ def own_plan(
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A module's matrix: its features, and whether it is that of an embedding."""
+    """A module's matrix: its features, and whether an embedding has it."""
 
     inputs: int
     outputs: int

@@ -92,7 +92,7 @@ class Writer:
         self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
-        self.numbers = count()
+        self.numbers = count()  # of variables: a name that is gone leaves its number unused
         stages = {stage for stage, _ in window.parts}
         self.ops = {(s, op.name): op for s in stages for ops in job.stages[s].ops.values() for op in ops}
         self.reads = {
@@ -219,9 +219,7 @@ class Writer:
         self.lines.append(text)
 
     def name(self, part: int, value: str) -> str:
-        if (part, value) not in self.names:  # which may lose values: none gets the variable of another
-            self.names[part, value] = f"v{next(self.numbers)}"
-        return self.names[part, value]
+        return self.names.setdefault((part, value), f"v{next(self.numbers)}")
 
     def _keep(self, part: int, value: str) -> None:
         self.line(f"store{part}[{value!r}] = {self.name(part, value)}")
