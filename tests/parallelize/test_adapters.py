@@ -125,6 +125,17 @@ def own() -> nn.Module:
     return spread(model)
 
 
+def adapted_by(kind: str, **config: Any) -> nn.Module:
+    """By another kind of adapter, whose values go off from where they start."""
+    model = PEFT.get_peft_model(llama(), getattr(PEFT, f"{kind}Config")(task_type="CAUSAL_LM", **config))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.double().train()  # type: ignore[no-any-return]
+
+
 OTHERS = {
     "an adapter of one's own": own,
     "a matrix that packs three, kept transposed": lambda: with_adapter(
@@ -134,6 +145,16 @@ OTHERS = {
         llama(), target_modules=["embed_tokens", "lm_head", "q_proj"]
     ),
     "magnitudes": lambda: with_adapter(llama(), target_modules=["q_proj", "down_proj"], use_dora=True),
+    "scales": lambda: adapted_by(
+        "IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]
+    ),
+    "rotations": lambda: adapted_by("OFT", r=0, oft_block_size=4, target_modules=["q_proj", "o_proj"]),
+    "random matrices": lambda: adapted_by("Vera", r=2, target_modules=["q_proj", "o_proj"]),
+    "ranks that are chosen": lambda: adapted_by(
+        "AdaLora", init_r=4, total_step=100, tfinal=10, target_modules=["q_proj", "o_proj"]
+    ),
+    "tokens": lambda: with_adapter(llama(), target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+    "biases": lambda: with_adapter(llama(), target_modules=["q_proj", "o_proj"], bias="all", lora_bias=True),
     "copies that train": lambda: with_adapter(
         llama(), target_modules=["q_proj"], modules_to_save=["lm_head"]
     ),
@@ -145,6 +166,13 @@ OTHERS = {
 )
 def test_other_adapters(kind: str) -> None:
     assert_equals(OTHERS[kind](), tp=2)
+
+
+def test_a_module_that_a_wrapper_keeps_twice_is_sharded_once() -> None:
+    model: Any = own()
+    model.again = model.model.embed_tokens
+    job = captured(model, tp=2)
+    assert shards_of(job, "again.weight") == shards_of(job, "embed_tokens.weight") == (Shard("tp", 0),)
 
 
 def test_what_is_saved_loads_in_peft_and_the_rest_is_untouched(tmp_path: Path) -> None:

@@ -47,13 +47,13 @@ def recipes_for(
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix = of.base_model_prefix
+    prefix, there = of.base_model_prefix, dict(known)
     joined: dict[str, list[tuple[str, str]]] = {}
     result: list[WeightRecipe] = []
     for name in sorted(stored, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, there)
         if target not in known and name in known:
-            target, pattern = loading.rename_source_key(name, [], [], prefix, known)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, there)
         if pattern is not None:
             joined.setdefault(target, []).append((name, pattern))
         else:

@@ -57,10 +57,27 @@ def tensor_parallel(
     for name, style in styles.items():
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
+    shards |= _of_other_names(model, styles, shards)
     _check_shards(model, shards, size)
     firsts = first_blocks(model, modules, styles) if sequence else ()
     experts = (name for name, style in styles.items() if style.kind == EXPERTS and "." in name)
     return TensorParallel(size, shards, firsts, tuple(name.rpartition(".")[0] for name in experts))
+
+
+def _of_other_names(
+    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
+) -> dict[str, Shard]:
+    """What a tensor's other names have, of which the plan says nothing: a wrapper may keep a module twice."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    result: dict[str, Shard] = {}
+    for one in names.values():
+        known = [shards[name] for name in one if name in shards]
+        if known:
+            free = (n for n in one if n not in shards and n.rpartition(".")[0] not in styles)
+            result |= dict.fromkeys(free, known[0])
+    return result
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
