@@ -183,7 +183,9 @@ def weights_of(model: nn.Module, folder: Path) -> Weights:
     stored = {name: files.meta(name) for name in files.stored}
     plain = plain_names(model)
     state = model.state_dict(keep_vars=True)
-    known = {name: state[own] for own, name in reversed(plain.items())}
+    known: dict[str, torch.Tensor] = {}
+    for own, name in plain.items():
+        known.setdefault(name, state[own])
     found = (
         [WeightRecipe((name,), {name: one}) for name, one in stored.items()]
         if isinstance(model, GPT)
