@@ -70,15 +70,15 @@ class Own(nn.Module):
         return self.code(self, x)
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter around it."""
+class TwoMatrices(nn.Module):
+    """Neither is around the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.A, self.B = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+        self.up, self.down = nn.Linear(8, 4), nn.Linear(4, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.B(self.A(x))  # type: ignore[no-any-return]
+        return self.down(self.up(x))  # type: ignore[no-any-return]
 
 
 class Body(nn.Module):
@@ -135,16 +135,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "two heads of four ranks": (lambda: sharded(gpt(heads=2), size=4), "the model has heads = 2"),
     "ties that are sharded apart": (tied_apart, "are one tensor"),
     "a norm as a matrix": (lambda: sharded(Two(), {"norm": "colwise"}), "norm (LayerNorm): the style"),
-    "a wrapper as a matrix": (
-        lambda: sharded(nn.Sequential(Adapted()), {"0": "colwise"}),
-        "0 (Adapted): the style 'colwise' needs a matrix `weight`. Give styles to modules in it with one "
-        "(base, A, B)",
+    "two matrices as one": (
+        lambda: sharded(nn.Sequential(TwoMatrices()), {"0": "colwise"}),
+        "0 (TwoMatrices): the style 'colwise' needs a matrix `weight`. Give styles to modules in it with one "
+        "(up, down)",
     ),
     "an embedding as a matrix": (
         lambda: sharded(gpt(), {"embedding": "colwise", **MLP}),
         "embedding: an embedding is sharded by the style 'vocabulary'",
     ),
-    "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs one list of blocks"),
+    "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs a list of blocks with rowwise"),
     "a sequence of seven": (
         lambda: captured(
             gpt(),

@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.backend import copies_adapter as copies_adapter  # ops of these are known from here on
+from stretto.backend import ctc_adapter as ctc_adapter
 from stretto.backend import grouped_adapter as grouped_adapter
 from stretto.errors import RunError
 from stretto.ir.program import VIEWS, Op

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from stretto.backend import ctc_adapter
 from stretto.backend.dispatch_adapter import draws as draws_of
 from stretto.capturing.explain import COMMUNICATES
 from stretto.errors import CaptureError
@@ -108,6 +109,8 @@ class OpsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op is torch.ops.aten._linalg_check_errors.default:
             self.infos.append(args[0])
             return None
+        if op is ctc_adapter.PYTORCHS:
+            op = ctc_adapter.LOSS
         return op(*args, **(kwargs or {}))
 
     def not_a_number(self, value: torch.Tensor) -> torch.Tensor:

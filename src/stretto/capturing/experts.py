@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -22,19 +23,20 @@ from stretto.capturing.convert import convert
 from stretto.capturing.equal import differing
 from stretto.capturing.graph import GRAD, LOSS, SEEN, UPDATE, Traced
 from stretto.capturing.outputs import observed_of
-from stretto.errors import CaptureError
+from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import EP
 from stretto.ir.metrics import Metric
 from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
-from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
+from stretto.ir.program import GETITEM, Constant, Op, Ref, Shard, TensorSpec
 from stretto.parallelize.expert_trial import weighed
-from stretto.parallelize.experts import other_arguments, sharded_experts, states_how
+from stretto.parallelize.experts import ExpertParallel, other_arguments, sharded_experts, states_how
 from stretto.parallelize.layout import RankLayout, part_shapes
+from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import Emitter
-from stretto.passes.layout.placement import REPLICATED, sharded
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram
 from stretto.passes.layout.rules import Choice, OpGiven
-from stretto.passes.layout.shard import AxisRules, ShardedProgram, shard
+from stretto.passes.layout.shard import PARAM, AxisRules, ShardedProgram, shard
 from stretto.passes.rewrite import with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
@@ -58,27 +60,31 @@ class _Call:
 @dataclass(slots=True)
 class ExpertCalls:
     """Traces calls of a model's modules of experts. kept: a module, the specs of what it was given, the
-    call."""
+    parameters of which gradients are asked, the call."""
 
     model: nn.Module
     layout: RankLayout
     traced: Traced
-    kept: list[tuple[str, tuple[TensorSpec, ...], _Call]] = field(default_factory=list)
+    kept: list[tuple[str, tuple[TensorSpec, ...], frozenset[str], _Call]] = field(default_factory=list)
 
-    def of(self, name: str, specs: tuple[TensorSpec, ...]) -> _Call:
-        """specs: of tokens, choices and weights."""
+    def of(self, name: str, specs: tuple[TensorSpec, ...], asked: frozenset[int]) -> _Call:
+        """specs: of tokens, choices and weights. asked: numbers of the parameters of which gradients are."""
         module = self.model.get_submodule(name)
-        for like, given, call in self.kept:
+        keys = [key for key, _ in module.named_parameters()]
+        trained = frozenset(keys[k] for k in asked)
+        for like, given, gradients, call in self.kept:
             other = self.model.get_submodule(like)
             has_state = next(module.buffers(), None) is not None
             alike = like == name or (not has_state and differing(other, module, like, name) == set())
-            if given == specs and alike:
+            if given == specs and gradients == trained and alike:
                 return call
-        call = self._traced(module, name, specs)
-        self.kept.append((name, specs, call))
+        call = self._traced(module, name, specs, trained)
+        self.kept.append((name, specs, trained, call))
         return call
 
-    def _traced(self, module: nn.Module, name: str, specs: Sequence[TensorSpec]) -> _Call:
+    def _traced(
+        self, module: nn.Module, name: str, specs: Sequence[TensorSpec], trained: frozenset[str]
+    ) -> _Call:
         job, experts = self.traced.job, self.layout.experts
         absent = job.device == "cuda" and not torch.cuda.is_available()
         device = torch.device("cpu" if absent else job.device)
@@ -96,6 +102,8 @@ class ExpertCalls:
             torch_adapter.fake_state(module, mode, device, dtype, parts),
             nullcontext() if experts is None else sharded_experts(module, experts, way),
         ):
+            for key, parameter in module.named_parameters():
+                parameter.requires_grad_(key in trained)  # of a value that is made of it, maybe
             joint = torch_adapter.export_call(module, leaves, mode)
         program, constants = convert(joint, "012")
         left, seen = observed_of(program.ops)
@@ -103,7 +111,7 @@ class ExpertCalls:
             if root.startswith(UPDATE):
                 key = root.removeprefix(UPDATE)
                 raise CaptureError(f"{name} writes into its buffer {key!r}, and experts may write into none")
-        parameters = tuple(f"param/{key}" for key, _ in module.named_parameters())
+        parameters = tuple(f"{PARAM}{key}" for key, _ in module.named_parameters())
         return _Call(left, parameters, program.roots, seen, constants)
 
 
@@ -117,9 +125,19 @@ def with_experts(
     return _Walk(program, ExpertCalls(model, layout, traced)).run()
 
 
+BEFORE_PARAMETERS = 2
+"""Results of a backward before those of parameters: of tokens and weights."""
+
+
+def _call_of(op: Op, given: Sequence[Ref]) -> tuple[str, ...]:
+    """By what calls differ. given: tokens, choices, weights."""
+    return (*(arg.name for arg in given), op.module)
+
+
 class _Walk:
     """now: value that is gone -> the one in its place. results: of a backward, by number. forwards: by what
-    they read, with the names of the step for those of what was traced."""
+    they read, with the names of the step for those of what was traced. asked: by the same, of which
+    parameters the step needs gradients."""
 
     def __init__(self, program: StepProgram, calls: ExpertCalls) -> None:
         self.program, self.calls = program, calls
@@ -129,6 +147,12 @@ class _Walk:
         self.forwards: dict[tuple[str, ...], tuple[_Call, dict[str, str]]] = {}
         self.seen: list[Metric] = []
         self.constants: list[Constant] = []
+        backwards = {op.name: op for op, _ in program.ops if op.target == MIXTURE_BACKWARD}
+        self.asked: dict[tuple[str, ...], set[int]] = defaultdict(set)
+        for op, _ in program.ops:
+            of = backwards.get(op.args[0].name) if op.target == GETITEM else None
+            if of is not None and op.args[1] >= BEFORE_PARAMETERS:
+                self.asked[_call_of(of, of.args[1:4])].add(op.args[1] - BEFORE_PARAMETERS)
 
     def run(self) -> tuple[StepProgram, Traced]:
         for op, origin in self.program.ops:
@@ -136,9 +160,10 @@ class _Walk:
             if op.target == GETITEM and op.args[0].name in self.results:
                 self.now[op.name] = self.results[op.args[0].name][op.args[1]]
                 continue
+            asked = self.asked[_call_of(op, op.args[:3])] if op.target == MIXTURE else set[int]()
             op = with_uses(op, self._now)
             if op.target == MIXTURE:
-                self._forward(op, origin)
+                self._forward(op, origin, frozenset(asked))
             elif op.target == MIXTURE_BACKWARD:
                 self._backward(op, origin)
             else:
@@ -154,9 +179,10 @@ class _Walk:
     def _now(self, name: str) -> str:
         return self.now.get(name, name)
 
-    def _forward(self, op: Op, origin: Origin) -> None:
+    def _forward(self, op: Op, origin: Origin, asked: frozenset[int]) -> None:
         tokens, chosen, weights = (arg.name for arg in op.args[:3])
-        call = self.calls.of(op.module, tuple(self.out.specs[name] for name in (tokens, chosen, weights)))
+        specs = tuple(self.out.specs[name] for name in (tokens, chosen, weights))
+        call = self.calls.of(op.module, specs, asked)
         names = {TOKENS: tokens, CHOSEN: chosen, WEIGHTS: weights}
         names |= {own: ref.name for own, ref in zip(call.parameters, op.args[3], strict=True)}
         for constant in call.constants:
@@ -166,16 +192,13 @@ class _Walk:
         self._copied(call, names, op, origin)
         self.now[op.name] = self.out.contiguous(names[call.roots[LOSS]])
         self.seen += [replace(one, module=op.module, value=names[one.value]) for one in call.seen]
-        self.forwards[tokens, chosen, weights, op.module] = call, names
+        self.forwards[_call_of(op, op.args[:3])] = call, names
 
     def _backward(self, op: Op, origin: Origin) -> None:
-        grad, *given = (arg.name for arg in op.args[:4])
-        call, names = self.forwards[(*given, op.module)]
-        names[TANGENT] = grad
+        call, names = self.forwards[_call_of(op, op.args[1:4])]
+        names[TANGENT] = op.args[0].name
         self._copied(call, names, op, origin)
-        wanted = {
-            name: f"{GRAD}{name.removeprefix('param/')}" for name in (TOKENS, WEIGHTS, *call.parameters)
-        }
+        wanted = {name: f"{GRAD}{name.removeprefix(PARAM)}" for name in (TOKENS, WEIGHTS, *call.parameters)}
         self.results[op.name] = [
             self.out.contiguous(names[call.roots[root]])
             if root in call.roots
@@ -196,25 +219,65 @@ class _Walk:
             self.out.keep(replace(own, name=fresh, module=op.module), origin)
 
 
-def along_experts(program: StepProgram, layout: RankLayout, model: nn.Module) -> ShardedProgram:
-    """Parameters of experts become those of a rank's experts. Raises UsageError for a module that is no
-    `mixture`."""
-    how = layout.experts
-    assert how is not None
-    for op in (op for op, origin in program.ops if not origin.backward):
-        name = next((n for n in how.modules if f"{op.module}.".startswith(f"{n}.")), None)
-        if name is not None and op.target not in (MIXTURE, MIXTURE_BACKWARD, GETITEM):
-            raise other_arguments(model.get_submodule(name))
-    placed = {f"param/{name}": sharded(of.dim) for name, of in how.shards.items()}
-    rules = dict.fromkeys((MIXTURE, MIXTURE_BACKWARD), _of_own_experts)
-    return shard(program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules))
+def along_experts(
+    program: StepProgram, how: ExpertParallel, model: nn.Module
+) -> tuple[ExpertParallel, ShardedProgram]:
+    """Parameters of experts become those of a rank's experts, and so do those of which adapters make changes
+    of these. Returns what is sharded besides. Raises UsageError for a module that is no `mixture`, and for
+    changes that a rank cannot make of its experts alone."""
+    of_tokens = {name for name in program.given if not name.startswith((PARAM, BUFFER, CONST))}
+    for op, origin in program.ops:
+        if not of_tokens.isdisjoint(op.uses) or not op.uses:
+            of_tokens.add(op.name)
+            name = next((n for n in how.modules if f"{op.module}.".startswith(f"{n}.")), None)
+            known = origin.backward or op.target in (MIXTURE, MIXTURE_BACKWARD, GETITEM)
+            if name is not None and not known:
+                raise other_arguments(model.get_submodule(name))
+    placed = {f"{PARAM}{name}": sharded(of.dim) for name, of in how.shards.items()}
+    own = {name: len(list(model.get_submodule(name).parameters(recurse=False))) for name in how.modules}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    placed |= _placed_within(program, how, own, trained)
+    shards = {name.removeprefix(PARAM): Shard(EP.name, at.dim, at.blocks) for name, at in placed.items()}
+
+    def of_own_experts(op: Op, given: OpGiven) -> Iterator[Choice]:
+        """Ranks send each other tokens, as `with_experts` says."""
+        of_experts = (sharded(0),) * own[op.module]
+        of_all = (REPLICATED,) * (len(op.args[-2]) - len(of_experts))
+        before = (REPLICATED,) * (len(given.placements) - len(op.args[-2]))
+        results = (REPLICATED,) * (BEFORE_PARAMETERS if len(op.outputs) > 1 else 1)
+        grads = (*of_experts, *of_all) if len(op.outputs) > 1 else ()
+        yield Choice((*before, *of_experts, *of_all), (*results, *grads))
+
+    rules = dict.fromkeys((MIXTURE, MIXTURE_BACKWARD), of_own_experts)
+    return replace(how, shards=shards), shard(
+        program, EP.name, how.size, placed, {}, own=AxisRules(rules=rules)
+    )
 
 
-def _of_own_experts(op: Op, given: OpGiven) -> Iterator[Choice]:
-    """Ranks send each other tokens, as `with_experts` says."""
-    own = given.placements[-len(op.args[-2]) :]
-    tokens = (REPLICATED,) * (len(given.placements) - len(own))
-    yield Choice((*tokens, *own), (REPLICATED, REPLICATED, *own) if len(op.outputs) > 1 else (REPLICATED,))
+def _placed_within(
+    program: StepProgram, how: ExpertParallel, own: Mapping[str, int], trained: Collection[str]
+) -> dict[str, AxisPlacement]:
+    """Placements of parameters of which experts' are made, so that a rank makes those of its own experts.
+    own: how many parameters the modules themselves have. trained: names."""
+    ahead = Ahead(program, how.size, dict(program.given))
+    calls = [op for op, _ in program.ops if op.target == MIXTURE]
+    modules = {ref.name: op.module for op in calls for ref in op.args[3][: own[op.module]]}
+    wanted = dict.fromkeys(modules, sharded(0))
+    for op, _ in reversed(program.ops):
+        if op.name not in wanted:
+            continue
+        before = dict(ahead.before(op, wanted[op.name]))
+        for name in op.uses:
+            modules.setdefault(name, modules[op.name])
+            at = wanted.setdefault(name, before.get(name, REPLICATED))
+            fits = name in before and at == before[name]
+            if name.removeprefix(PARAM) in trained and not fits:
+                raise UsageError(
+                    f"{name.removeprefix(PARAM)} changes experts of {modules[name]} by {op.target}, of which "
+                    f"{EP.name} = {how.size} ranks cannot compute the change of their own experts alone: "
+                    f"adapt modules instead (target_modules), or give {EP.name} = 1 and use pp or dp"
+                )
+    return {name: at for name, at in wanted.items() if name.startswith(PARAM) and at.is_sharded}
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

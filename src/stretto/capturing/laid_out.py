@@ -41,7 +41,7 @@ from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import StepProgram, with_equal_views_once
 from stretto.passes.layout.rules import as_kernel
 from stretto.passes.layout.shard import GRAD, PARAM, AxisRules, ShardedProgram, shard
-from stretto.passes.layout.shared_heads import copies_of
+from stretto.passes.layout.shared_heads import blocks_of, copies_of
 from stretto.passes.rewrite import rooted
 
 
@@ -68,7 +68,8 @@ def laid_out(
 
     try:
         if layout.experts is not None:
-            program = along(EP.name, along_experts(program, layout, model))
+            experts, made = along_experts(program, layout.experts, model)
+            layout, program = replace(layout, experts=experts), along(EP.name, made)
         if layout.context > 1:
             program = along(CP.name, _along_context(program, traced, layout))
             program = context.with_own_tokens(program, CP.name)
@@ -128,7 +129,7 @@ def _along_context(program: StepProgram, traced: Traced, layout: RankLayout) -> 
 def _in_chunks(program: StepProgram, layout: RankLayout, may_be_partial: frozenset[str]) -> ChunkedProgram:
     chunks, tensor = layout.chunks, layout.tensor
     assert chunks is not None
-    ranks = 1 if tensor is None or tensor.first is None else tensor.size
+    ranks = 1 if tensor is None or not tensor.firsts else tensor.size
     program = program if chunks.full else by_chunk(program)
     blocks = 0 if layout.context == 1 else context.blocks_of(layout.context_kind)
     return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial, blocks)
@@ -144,12 +145,19 @@ def _along_tensor(
     """The layout with the shards that were found."""
     size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
-    shared = {  # which ranks share where they are more than heads
-        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+    packed = {
+        name: replace(
+            one, blocks=one.blocks * blocks_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks))
+        )
         for name, one in tensor.shards.items()
     }
+    shared = {  # which ranks share where they are more than heads
+        name: replace(one, copies=copies_of(ahead, f"{PARAM}{name}", sharded(one.dim, one.blocks)))
+        for name, one in packed.items()
+    }
     is_one_way = len({of.copies for of in shared.values()} - {1, size}) <= 1
-    for shards in (shared, tensor.shards) if is_one_way and shared != tensor.shards else (tensor.shards,):
+    ways = [shared, packed, dict(tensor.shards)] if is_one_way else [packed, dict(tensor.shards)]
+    for shards in ways:
         placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
         gathering = _gathering(tensor, shards)
         asked = {**wishes, **entering_in_full(program, gathering)}
@@ -157,7 +165,7 @@ def _along_tensor(
             made = shard(program, TENSOR, size, placed, asked, _may_be_partial(traced))
             break
         except MisfitError:
-            if shards is tensor.shards:
+            if shards is ways[-1]:
                 raise
     check_in_full(traced, made, gathering)
     return layout.with_tensor(shards), made
@@ -213,23 +221,25 @@ def _kept_shards(layout: RankLayout, partial: Mapping[str, tuple[str, ...]]) -> 
 
 
 def stream(program: StepProgram, layout: RankLayout) -> dict[str, AxisPlacement]:
-    """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
+    """With sequence parallelism: each residual stream, as it enters the first block of a list, is sharded
+    along the sequence. Raises UsageError where there is none, and where ranks can share no sequence
+    equally."""
     tensor = layout.tensor
-    if tensor is None or tensor.first is None:
+    if tensor is None or not tensor.firsts:
         return {}
-    entering = stream_into(program, tensor.first)
-    if entering is None:
+    entering = [one for first in tensor.firsts if (one := stream_into(program, first)) is not None]
+    if not entering:
         raise UsageError(
-            f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-            "before it has made: give it one, or leave sequence_parallel out"
+            f"sequence_parallel: {tensor.firsts[0]} reads no activation (batch, sequence, hidden) that a "
+            "module before it has made: give it one, or leave sequence_parallel out"
         )
-    if entering.length % tensor.size:
+    fitting = [one for one in entering if one.length % tensor.size == 0]
+    if not fitting:
         raise UsageError(
-            f"sequence_parallel: a sequence of {entering.length} cannot be sharded equally over "
+            f"sequence_parallel: a sequence of {entering[0].length} cannot be sharded equally over "
             f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
         )
-    return {entering.name: sharded(SEQUENCE_DIM)}
+    return {one.name: sharded(SEQUENCE_DIM) for one in fitting}
 
 
 def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str, AxisPlacement]:
@@ -250,7 +260,7 @@ def entering_in_full(program: StepProgram, inside: tuple[str, ...]) -> dict[str,
 def _gathering(tensor: TensorParallel, shards: Mapping[str, Shard]) -> tuple[str, ...]:
     """How names begin in modules that with sequence parallelism gather what they are given, for what in them
     is replicated as well: those with experts, and those with a head of keys that all ranks share."""
-    if tensor.first is None:
+    if not tensor.firsts:
         return ()
     shared = (name.rsplit(".", 2)[0] for name, of in shards.items() if of.copies == tensor.size)
     return tuple(f"{name}." for name in sorted({*tensor.mixtures, *shared}))

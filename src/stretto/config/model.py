@@ -132,6 +132,27 @@ class HuggingFaceSettings(PretrainedSettings):
     """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent. With
     `pretrained`, what is to differ from its configuration."""
 
+    adapter: dict[str, Any] | None = None
+    """A low-rank adapter, which alone is trained: arguments of `peft.LoraConfig`, such as `r`, `lora_alpha`,
+    `target_modules`. It needs `pretrained`."""
+
+    @model_validator(mode="after")
+    def _adapts_weights(self) -> HuggingFaceSettings:
+        if self.adapter is None:
+            return self
+        if self.pretrained is None:
+            raise ValueError("adapter changes weights that there are: give pretrained, or drop adapter")
+        start = self.adapter.get("init_lora_weights", True)
+        of_weights = "use_dora" if self.adapter.get("use_dora") else ""
+        if isinstance(start, str) and start not in ("gaussian", "orthogonal"):
+            of_weights = f"init_lora_weights = {start!r}"
+        if of_weights:
+            raise ValueError(
+                f"adapter: {of_weights} starts from the values of full weights, and a rank reads its part: "
+                "take 'gaussian', 'orthogonal' or the default, or make the model in a task (task.file)"
+            )
+        return self
+
     @field_validator("config")
     @classmethod
     def _is_data(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _pointwise(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims(inputs, tuple(labels_of(len(shape)) for _ in op.outputs), linear=linear)
 
 
-def _reduced(op: Op, count: int) -> frozenset[int]:
+def reduced(op: Op, count: int) -> frozenset[int]:
     """The dims that a reduction reduces."""
     at = 2 if op.target in DIM_THIRD else 1
     given = op.args[at] if len(op.args) > at else dict(op.kwargs).get("dim")
@@ -97,16 +97,16 @@ def _reduction(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     if made is None:
         return None
     count = len(spec.shape)
-    reduced = _reduced(op, count)
+    over = reduced(op, count)
     labels = labels_of(count)
     kept = len(made.shape) == count
-    out = tuple((None if d in reduced else d) if kept else d for d in labels if kept or d not in reduced)
+    out = tuple((None if d in over else d) if kept else d for d in labels if kept or d not in over)
     adding = op.target in ADDING
     return Dims(
         (labels, *(() for _ in specs[1:])),
         tuple(out for _ in op.outputs),
-        full=frozenset() if adding else reduced,
-        summed=reduced if adding else frozenset(),
+        full=frozenset() if adding else over,
+        summed=over if adding else frozenset(),
         linear=each(0) if op.target in LINEAR_REDUCTIONS else (),
     )
 
@@ -139,6 +139,7 @@ CONTRACTIONS = {
     "bmm": ("bik", "bkj", "bij"),
     "mv": ("ik", "k", "i"),
     "dot": ("k", "k", ""),
+    "vdot": ("k", "k", ""),
 }
 """Products of two operands, which are summed over k, as einsum writes them."""
 
@@ -245,4 +246,4 @@ for targets, family_rule in (
     RULES |= dict.fromkeys(targets, family_rule)
 
 
-__all__ = ["Dims", "dims_of", "operands"]
+__all__ = ["Dims", "dims_of", "operands", "reduced"]

@@ -61,7 +61,7 @@ from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, VIEW, WAIT, Op, TensorSpec, refs
 from stretto.ir.updates import SQUARES, UPDATE, by_element, clipped_by
 
-KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.")
+KNOWN_OPS = ("aten.", "stretto_moe.", "stretto_copies.", "stretto_ctc.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
 OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")

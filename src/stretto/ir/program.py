@@ -70,7 +70,6 @@ from stretto.ir.parameters import Zero as Zero
 from stretto.ir.recipe import Planned, Recipe, Watched
 from stretto.ir.shown import Shown
 
-
 STARTS = tuple(BY_TARGET)
 """Targets that start a communication (`stretto.ir.collectives`)."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
 from stretto.config.pretrained import NOT_OF_THE_MODEL, transformers_for, unknown_keys
 from stretto.errors import UsageError, meant
+from stretto.models.adapters import adapted
 from stretto.models.gpt import (
     GPT,
     GPTConfig,
@@ -40,12 +41,20 @@ END_OF_TEXT_ID = 0
 begin and the end of a text are those of other tokenizers."""
 
 
-def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Module:
+def build_model(settings: ModelSettings, vocab_size: int, seed: int, *, empty: bool = False) -> nn.Module:
     """The model that the settings describe, for token ids below `vocab_size`, with weights from `seed`.
 
+    empty: its parameters are on "meta", as in `hollow`, but for those of an adapter, which no weights bring.
     Under `torch.device("meta")` it has shapes and no values. The global random state is left as it was.
     Raises UsageError for a model that does not exist, cannot be built, or has too small a vocabulary.
     """
+    with hollow() if empty else nullcontext():
+        model = _build(settings, vocab_size, seed)
+    adapter = settings.adapter if isinstance(settings, HuggingFaceSettings) else None
+    return model if adapter is None else adapted(model, adapter, settings.pretrained or "", seed)
+
+
+def _build(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Module:
     if isinstance(settings, HuggingFaceSettings):
         return _build_huggingface(settings, vocab_size, seed)
     rows = settings.vocab_size or vocab_size

@@ -33,9 +33,12 @@ class WeightRecipe:
     make: Callable[[Read], Mapping[str, Tensor]] | None = None
 
 
-def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRecipe]:
+def recipes_for(
+    model: nn.Module, stored: Mapping[str, Tensor], known: Mapping[str, Tensor]
+) -> list[WeightRecipe]:
     """What a model of `transformers` makes of tensors in files, each by itself; also what it has no use for,
-    under the name that it would have. stored: shapes and dtypes, on "meta"."""
+    under the name that it would have. stored: shapes and dtypes, on "meta". known: the model's state, by
+    names without adapters."""
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
 
@@ -44,13 +47,13 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRe
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known, prefix = model.state_dict(keep_vars=True), of.base_model_prefix
+    prefix, there = of.base_model_prefix, dict(known)
     joined: dict[str, list[tuple[str, str]]] = {}
     result: list[WeightRecipe] = []
     for name in sorted(stored, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, there)
         if target not in known and name in known:
-            target, pattern = loading.rename_source_key(name, [], [], prefix, known)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, there)
         if pattern is not None:
             joined.setdefault(target, []).append((name, pattern))
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from stretto.errors import UsageError, listed
 from stretto.files.parse import parse_json
+from stretto.models.adapters import base_of, plain_names
 from stretto.models.gpt import GPT
 from stretto.models.transformers_adapter import WeightRecipe, may_ignore, may_lack, recipes_for
 
@@ -166,11 +167,12 @@ class Weights:
 
 
 def weights_of(model: nn.Module, folder: Path) -> Weights:
-    """A folder's weights for a model, which may be on "meta".
+    """A folder's weights for a model, which may be on "meta"; of an adapted one, for what is adapted.
 
     Raises UsageError for a folder that has none, and for weights that lack something, have what the model has
     no use for, or another shape or kind of dtype, or two values for what the model ties.
     """
+    prefix, model = base_of(model)
     files = WeightFiles(folder)
     strange = {one.dtype: name for name, one in files.stored.items() if one.dtype not in DTYPES}
     if strange:
@@ -179,22 +181,27 @@ def weights_of(model: nn.Module, folder: Path) -> Weights:
             f"{folder}: {name} is {dtype}: quantised weights are not trained; take those in bfloat16"
         )
     stored = {name: files.meta(name) for name in files.stored}
+    plain = plain_names(model)
+    state = model.state_dict(keep_vars=True)
+    known: dict[str, torch.Tensor] = {}
+    for own, name in plain.items():
+        known.setdefault(name, state[own])
     found = (
         [WeightRecipe((name,), {name: one}) for name, one in stored.items()]
         if isinstance(model, GPT)
-        else recipes_for(model, stored)
+        else recipes_for(model, stored, known)
     )
     recipes = {name: recipe for recipe in found for name in recipe.makes}
     result = Weights(files, {}, recipes)
-    faults = list(_faults(model, result))
+    faults = list(_faults(model, known, result))
     if faults:
         raise UsageError("\n".join(f"{folder}: {fault}" for fault in faults))
-    return result
+    of = {f"{prefix}{own}": result.of[name] for own, name in plain.items() if name in result.of}
+    return replace(result, of=of)
 
 
-def _faults(model: nn.Module, weights: Weights) -> Iterator[str]:
+def _faults(model: nn.Module, known: Mapping[str, torch.Tensor], weights: Weights) -> Iterator[str]:
     own, recipes = isinstance(model, GPT), weights.recipes
-    known = model.state_dict(keep_vars=True)
     ties: dict[int, list[str]] = {}
     for name, tensor in known.items():
         ties.setdefault(id(tensor), []).append(name)

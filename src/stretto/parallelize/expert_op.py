@@ -3,6 +3,8 @@
     mixture(tokens, chosen, weights, parameters, each)              the weighed results of tokens' experts
     mixture_backward(grad, tokens, chosen, weights, ..., each)      gradients of tokens, weights, parameters
 
+parameters: their values, as the module's code reads them: adapters make other ones of them.
+
 each: whether what a token gets does not depend on others; else experts have a capacity, which all tokens
 share. So layouts see that tokens are by themselves (`stretto.ir.dims`), and nothing of how experts are
 reached: `stretto.capturing.experts` puts a rank's ops in the place of these.
@@ -76,6 +78,13 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tens
     return (tokens, chosen, weights) if fits and numbers else None
 
 
+def _value(module: nn.Module, key: str) -> Tensor:
+    """What the module's code reads as its parameter; an adapter may have parametrized it."""
+    owner, _, name = key.rpartition(".")
+    value: Tensor = getattr(module.get_submodule(owner), name)
+    return value
+
+
 @contextmanager
 def as_one_op(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """While the context lasts, these modules are one op each. A call of other arguments runs the module's own
@@ -88,14 +97,14 @@ def as_one_op(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
-    own = module.forward
+    own, keys = module.forward, [key for key, _ in module.named_parameters()]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = _given(args, kwargs)
         if given is None:
             return own(*args, **kwargs)
         each = getattr(module, "slots", lambda tokens: None)(1) is None
-        parameters = [p for _, p in module.named_parameters()]
+        parameters = [_value(module, key) for key in keys]
         return _Mixture.apply(each, *given, *parameters)  # type: ignore[no-untyped-call]
 
     return forward

@@ -20,7 +20,6 @@ back by itself. Gradients are summed along the axis as over dp, but those of exp
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,12 +38,13 @@ from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
+from stretto.models.adapters import unwrapped
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.expert_trial import INSIDE, part_of_experts, rows_by
 from stretto.parallelize.parts import bounds
-from stretto.parallelize.styles import named_by, no_module
 from stretto.parallelize.unseen import put_forward
+from stretto.parallelize.wrapped import named_by, no_module, own_plan
 
 AXIS = EP.name
 STYLE = "experts"
@@ -95,17 +95,6 @@ def expert_parallel(model: nn.Module, parallel: ParallelSettings) -> ExpertParal
 def _check_module(modules: Mapping[str, nn.Module], name: str, size: int, each_expert: bool) -> None:
     """Raises UsageError for a module whose experts ranks cannot share so."""
     module: Any = modules[name]
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        # An adapter around it, as `peft`'s for `target_parameters`, computes a change of all experts.
-        around = modules[".".join(parts[:end])]
-        parameter = getattr(around, "parameter_name", None)
-        if isinstance(parameter, str) and hasattr(around, "get_delta_weight"):
-            raise UsageError(
-                f"{'.'.join(parts[:end])} ({type(around).__name__}) adapts {parameter!r} of all "
-                "experts at once, and expert-parallel ranks have a part of them: adapt modules instead "
-                "(target_modules), or give ep = 1 and use pp or dp"
-            )
     if isinstance(module, nn.ModuleList):
         raise UsageError(
             f"{name} has each expert in a module of its own, and ranks share experts along dim 0 of "
@@ -279,20 +268,16 @@ def _of_rows(
 
 
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The model's own plan, pattern -> style: its attribute `ep_plan`, or that of the first module in it that
-    has one (as in a wrapper of `peft`, which has other names); in `transformers` 5.17 the config of the base
-    model says it."""
-    modules = list(model.named_modules())
-    has: Any = [(n, m) for n, m in modules if inspect.getattr_static(m, "ep_plan", None) is not None]
-    plans = [(name, module.ep_plan) for name, module in has if module.ep_plan]
-    if not plans:
-        of_base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-        plans = [(name, of_base) for name, module in modules if module is getattr(model, "base_model", model)]
-    name, own = plans[0] if plans else ("", {})
-    full = {f"{name}.{pattern}" if name else pattern: style for pattern, style in own.items()}
+    """The model's own plan, pattern -> style: its attribute `ep_plan` or that of a module in it; in
+    `transformers` 5.17 the config of the base model says it."""
+
+    def of_base(module: nn.Module) -> Mapping[str, str]:
+        plan = getattr(getattr(module, "config", None), "base_model_ep_plan", None) or {}
+        return plan if getattr(module, "base_model", module) is module else {}
+
     return {
         pattern if style == STYLE else pattern.rpartition(".")[0]: STYLE
-        for pattern, style in full.items()
+        for pattern, style in own_plan(model, "ep_plan", of_base).items()
         if style in (STYLE, OF_PARAMETERS)
     }
 
@@ -300,7 +285,8 @@ def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
 def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The names of the modules that have experts, by the plan or the model's own. Raises UsageError for a
     plan that does not fit the model."""
-    names = list(dict(model.named_modules(remove_duplicate=plan is None)))
+    modules = dict(model.named_modules(remove_duplicate=plan is None))
+    names = list(modules)
     given: dict[str, None] = {}
     for pattern, style in (ep_plan_of(model) if plan is None else plan).items():
         where = f"ep_plan[{pattern!r}]"
@@ -309,5 +295,5 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
         result = named_by(pattern, names)
         if plan is not None and not result:
             raise UsageError(f"{where}: {no_module(pattern, names)}")
-        given |= dict.fromkeys(result)
+        given |= dict.fromkeys(unwrapped(modules, name) for name in result)
     return tuple(given)

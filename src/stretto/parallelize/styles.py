@@ -17,8 +17,7 @@ experts (experts, out, in) may be colwise, packed_colwise or rowwise.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stretto.errors import UsageError, meant
+from stretto.models.adapters import plain_names, unwrapped
+from stretto.parallelize.wrapped import named_by, no_module, own_plan
 
 KNOWN = ("colwise", "packed_colwise", "rowwise", "vocabulary", "experts", "replicated")
 
@@ -122,31 +123,21 @@ def _plain(side: str, layouts: Any, allowed: tuple[Any, ...], where: str) -> Non
         )
 
 
+def _built_in(module: nn.Module) -> Mapping[str, str]:
+    return GPT2_PLAN if getattr(getattr(module, "config", None), "model_type", "") == "gpt2" else {}
+
+
 def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Pattern -> style as it was written: the user's plan, or with None the model's own, its attribute
-    `tp_plan` (own models; `transformers`), or a built-in one for its type. Raises UsageError without one."""
-    plan: Mapping[str, Any] | None = given
-    if plan is None:
-        kind = getattr(getattr(model, "config", None), "model_type", "")
-        plan = getattr(model, "tp_plan", None) or (GPT2_PLAN if kind == "gpt2" else None)
+    `tp_plan` (own models; `transformers`) or that of a module in it, or a built-in one for its type. Raises
+    UsageError without one."""
+    plan = own_plan(model, "tp_plan", _built_in) if given is None else given
     if not plan:
         raise UsageError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, "
             'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}'
         )
     return plan
-
-
-def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
-    """The names that a plan's pattern matches."""
-    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return list(filter(expression.fullmatch, modules))
-
-
-def no_module(pattern: str, names: Iterable[str]) -> str:
-    """What to say of a pattern that no module or parameter has: the nearest that some have."""
-    patterns = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names if name}
-    return f"the model has no module of that name{meant(pattern, patterns, '; {}')}"
 
 
 def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
@@ -177,7 +168,8 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     result: dict[str, Style] = {}
     dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = list(dict(model.named_parameters(remove_duplicate=False)))
+    parameters = {plain: name for name, plain in plain_names(model).items()} | dict(zip(names, names))
     for pattern, style in plan.items():
         where = f"tp_plan[{pattern!r}]"
         matched = named_by(pattern, modules)
@@ -185,14 +177,16 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
         if not matched and not of_experts and given is not None:
             raise UsageError(f"{where}: {no_module(pattern, (*modules, *parameters))}")
         if of_experts:
-            dims.update(dict.fromkeys(of_experts, (style, where)))
+            dims.update((parameters[name], (style, where)) for name in of_experts)
             continue
         parse_style(style, where, modules[matched[0]] if matched else None)
-        result.update({name: parse_style(style, where, modules[name]) for name in matched})
+        for name in matched:
+            of = parse_style(style, where, modules[name])
+            result[unwrapped(modules, name) if of.kind == EXPERTS else name] = of
     for name, (style, where) in dims.items():
         module, _, key = name.rpartition(".")
         if module in result and result[module].kind == EXPERTS:
-            dim = _dim_of(style, where, parameters[name])
+            dim = _dim_of(style, where, modules[module].get_parameter(key))
             result[module] = replace(result[module], dims=(*result[module].dims, (key, *dim)))
         elif given is not None:
             raise UsageError(

@@ -2,8 +2,8 @@
 
     1. The plan says which modules are sharded (`styles`). Their parameters become shards: rows, columns, or
        parts of packed columns.
-    2. With sequence parallelism, what enters the blocks is sharded along the sequence. They are the one list
-       of modules that has the rowwise modules.
+    2. With sequence parallelism, what enters the blocks is sharded along the sequence. They are the lists of
+       modules that have the rowwise modules.
     3. What does not fit is refused: sizes, ties that would be sharded in two ways.
 
 The model is looked at and not changed; passes make a rank's part of its step (`stretto.passes.layout`).
@@ -16,24 +16,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.errors import UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
 from stretto.parallelize.styles import EXPERTS, Style, plan_of
+from stretto.parallelize.wrapped import along, matrix_of
 
 AXIS = TENSOR
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is sharded. shards: parameter name -> how; first: with sequence parallelism, the first block;
-    mixtures: modules with experts in them."""
+    """What is sharded. shards: parameter name -> how; firsts: with sequence parallelism, the first block of
+    each list of blocks; mixtures: modules with experts in them."""
 
     size: int
     shards: Mapping[str, Shard]
-    first: str | None = None
+    firsts: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
 
 
@@ -56,10 +57,27 @@ def tensor_parallel(
     for name, style in styles.items():
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
+    shards |= _of_other_names(model, styles, shards)
     _check_shards(model, shards, size)
-    first = first_block(model, modules, styles) if sequence else None
+    firsts = first_blocks(model, modules, styles) if sequence else ()
     experts = (name for name, style in styles.items() if style.kind == EXPERTS and "." in name)
-    return TensorParallel(size, shards, first, tuple(name.rpartition(".")[0] for name in experts))
+    return TensorParallel(size, shards, firsts, tuple(name.rpartition(".")[0] for name in experts))
+
+
+def _of_other_names(
+    model: nn.Module, styles: Mapping[str, Style], shards: Mapping[str, Shard]
+) -> dict[str, Shard]:
+    """What a tensor's other names have, of which the plan says nothing: a wrapper may keep a module twice."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    result: dict[str, Shard] = {}
+    for one in names.values():
+        known = [shards[name] for name in one if name in shards]
+        if known:
+            free = (n for n in one if n not in shards and n.rpartition(".")[0] not in styles)
+            result |= dict.fromkeys(free, known[0])
+    return result
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
@@ -96,14 +114,17 @@ def _vocabulary_fits(
             result[name] = style = Style("vocabulary")
         if style.kind != "vocabulary":
             continue
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        matrix = matrix_of(module)
+        if matrix is None:
             raise UsageError(f"{name}: the style 'vocabulary' needs an embedding or a linear layer")
-        odd = isinstance(module, nn.Embedding) and (
-            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        rows = matrix.inputs if matrix.is_embedding else matrix.outputs
+        odd = any(
+            isinstance(one, nn.Embedding)
+            and (one.max_norm is not None or one.scale_grad_by_freq or one.sparse)
+            for one in module.modules()
         )
-        if weight.shape[0] % size or odd:
-            why = "is of a special kind" if odd else f"has {weight.shape[0]} rows"
+        if rows % size or odd:
+            why = "is of a special kind" if odd else f"has {rows} rows"
             warnings.warn(
                 f"{name} {why} and is not sharded over {AXIS} = {size}: every rank computes all of it. "
                 f"Pad the vocabulary to a multiple of {size} to shard it",
@@ -111,7 +132,7 @@ def _vocabulary_fits(
             )
             result[name] = Style("replicated")
     # A tie is sharded in all its places or in none.
-    own = {name: {id(p) for p in modules[name].parameters(recurse=False)} for name in result}
+    own = {name: {id(p) for p in modules[name].parameters()} for name in result}
     full = set().union(*(own[name] for name, style in result.items() if style.kind == "replicated"))
     for name, style in result.items():
         if style.kind == "vocabulary" and own[name] & full:
@@ -127,29 +148,23 @@ def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, 
         return {key: Shard(AXIS, dim, blocks) for key, dim, blocks in style.dims}
     if kind == "replicated":
         return {}
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    matrix = matrix_of(module)
+    if matrix is None:
         inner = [n for n, m in module.named_modules() if n and isinstance(m, nn.Linear)]
         how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
         raise UsageError(
             f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
             f"it replicated with {{{name!r}: 'replicated'}} in tp_plan"
         )
-    if isinstance(module, nn.Embedding) and kind != "vocabulary":
+    if matrix.is_embedding and kind != "vocabulary":
         raise UsageError(
             f"{name}: an embedding is sharded by the style 'vocabulary', not {kind!r}: give it that style, "
             "or leave it out of tp_plan, which keeps it replicated"
         )
-    # transformers' Conv1D keeps its matrix transposed: (in, out).
-    out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
-    if kind == "rowwise":
-        _divides(name, weight.shape[in_dim], size, 1)
-        return {"weight": Shard(AXIS, in_dim)}
-    _divides(name, weight.shape[out_dim], size, style.blocks)
-    shards = {"weight": Shard(AXIS, out_dim, style.blocks)}
-    if getattr(module, "bias", None) is not None:
-        shards["bias"] = Shard(AXIS, 0, style.blocks)
-    return shards
+    of_inputs = kind == "rowwise" or matrix.is_embedding
+    count, blocks = matrix.inputs if of_inputs else matrix.outputs, 1 if kind == "rowwise" else style.blocks
+    _divides(name, count, size, blocks)
+    return {key: Shard(AXIS, dim, blocks) for key, dim in along(module, count, of_inputs=of_inputs)}
 
 
 def _divides(name: str, n: int, size: int, blocks: int) -> None:
@@ -161,18 +176,20 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
         )
 
 
-def first_block(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> str:
-    """The first of the blocks: of the list that has the rowwise modules."""
+def first_blocks(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
+) -> tuple[str, ...]:
+    """The first of the blocks: of each list that has rowwise modules, as an encoder's and a decoder's."""
     rowwise = [name for name, style in styles.items() if style.kind == "rowwise"]
     lists: dict[str, nn.ModuleList] = {}  # the outermost: they come first
     for name, module in modules.items():
         inner = any(name.startswith(f"{other}.") for other in lists)
         if isinstance(module, nn.ModuleList) and not inner and any(r.startswith(f"{name}.") for r in rowwise):
             lists[name] = module
-    if len(lists) != 1:
+    if not lists:
         raise UsageError(
-            f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
-            f"has {', '.join(lists) or 'none'}: give the blocks' output projections the style 'rowwise' in "
-            "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
+            f"sequence_parallel needs a list of blocks with rowwise modules in it; {type(model).__name__} "
+            "has none: give the blocks' output projections the style 'rowwise' in tp_plan, in an "
+            "nn.ModuleList, or leave sequence_parallel out"
         )
-    return f"{next(iter(lists))}.0"
+    return tuple(f"{name}.0" for name in lists)

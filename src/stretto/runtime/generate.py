@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Writer:
         self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
+        self.numbers = count()  # of variables: a name that is gone leaves its number unused
         stages = {stage for stage, _ in window.parts}
         self.ops = {(s, op.name): op for s in stages for ops in job.stages[s].ops.values() for op in ops}
         self.reads = {
@@ -217,7 +219,7 @@ class Writer:
         self.lines.append(text)
 
     def name(self, part: int, value: str) -> str:
-        return self.names.setdefault((part, value), f"v{len(self.names)}")
+        return self.names.setdefault((part, value), f"v{next(self.numbers)}")
 
     def _keep(self, part: int, value: str) -> None:
         self.line(f"store{part}[{value!r}] = {self.name(part, value)}")

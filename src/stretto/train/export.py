@@ -15,9 +15,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from torch import nn
 
 from stretto.config import HuggingFaceSettings, Model
 from stretto.errors import StrettoError, UsageError
+from stretto.models.adapters import base_of, is_adapted
 from stretto.models.gpt import GPT
 from stretto.models.pretrained import save_gpt
 from stretto.models.weight_files import weights_folder
@@ -33,7 +35,8 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     """Write the model of a checkpoint into the new folder `output`; returns the checkpoint that was read.
 
     source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
-    so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
+    so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it, an adapter of one so
+    that `peft.PeftModel.from_pretrained(model, output)` does; a GPT so that
     `stretto.models.pretrained.load_gpt(output)` does. Of a task only the model is written,
     as its tokenizer is the task's own; task_file: the one that makes it, a program (`load_model`).
 
@@ -47,7 +50,8 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     tokenizer = read_kept(checkpoint) if is_text else None
     model, settings = load_model(checkpoint, task_file)
     library = sys.modules.get("transformers")  # which is not imported to find out that a model is none of it
-    if not isinstance(model, GPT) and not (library and isinstance(model, library.PreTrainedModel)):
+    _, base = base_of(model)
+    if not isinstance(model, GPT) and not (library and isinstance(base, library.PreTrainedModel)):
         raise UsageError(
             f"{checkpoint} is of a task of your own (task.file), whose model is a {type(model).__name__}, "
             "and export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
@@ -77,13 +81,16 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     return checkpoint
 
 
-def _save_huggingface(model: object, pretrained: str | None, output: Path) -> None:
-    """pretrained: where it started from, whose way to generate is kept."""
+def _save_huggingface(model: nn.Module, pretrained: str | None, output: Path) -> None:
+    """pretrained: where it started from, whose way to generate is kept. Of an adapted model the adapter is
+    written, and nothing of what it changes."""
     import transformers
 
-    assert isinstance(model, transformers.PreTrainedModel)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model.save_pretrained(output)
+    if is_adapted(model):
+        model.save_pretrained(output, save_embedding_layers=False)  # type: ignore[operator]
+        return
+    model.save_pretrained(output)  # type: ignore[operator]
     if pretrained is not None:
         with suppress(UsageError, OSError):
             shutil.copyfile(weights_folder(pretrained) / GENERATION, output / GENERATION)

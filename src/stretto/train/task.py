@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb, format_list, walk_tb
@@ -26,7 +25,7 @@ from stretto.config import TaskSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError, near_path
 from stretto.files.say import Say, silent
 from stretto.ir.stage_maps import is_own
-from stretto.models.build import build_model, counted_loss_function, hollow
+from stretto.models.build import build_model, counted_loss_function
 from stretto.models.gpt import count_targets, generate
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import TOKENIZER
@@ -228,8 +227,7 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
     end = data.end if settings.data.document_masks else None
 
     def make() -> nn.Module:
-        with hollow() if source is not None else nullcontext():
-            return build_model(settings.model, data.vocab_size, training.seed)
+        return build_model(settings.model, data.vocab_size, training.seed, empty=source is not None)
 
     def fill(runner: Runner, model: nn.Module) -> None:
         from stretto.saving import pretrained  # with all that a Runner needs, which a launcher does without

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.dim_rules import Dims
-from stretto.ir.dims import dims_of, operands
+from stretto.ir.dims import dims_of, operands, reduced
 from stretto.ir.placed_by_rule import joined
 from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
 from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SLICE, Emitter
@@ -113,9 +113,8 @@ def emit_op(choice: Choice, size: int) -> Emit:
 
 
 def _highest(op: Op, given: OpGiven) -> Iterator[Choice]:
-    """The greatest along a sharded dim is the greatest of what ranks find."""
-    dims: tuple[int, ...] = tuple(op.args[1]) if len(op.args) > 1 else ()
-    if given.first.is_sharded and [dim % len(given.specs[0].shape) for dim in dims] == [given.first.dim]:
+    """The greatest along dims of which one is sharded is the greatest of what ranks find."""
+    if given.first.is_sharded and given.first.dim in reduced(op, len(given.specs[0].shape)):
         yield Choice((given.first,), (HIGHEST,), at_once=True)
 
 

@@ -1,4 +1,5 @@
-"""Slices that several ranks share: fewer heads of keys than ranks.
+"""What the trace of a parameter says of its features: equal matrices that it packs (`blocks_of`), and heads,
+which several ranks share where there are fewer heads of keys than ranks.
 
 Where code views the features that a parameter makes as heads, of which there are fewer than ranks, `copies`
 ranks in a row have the same head (`copies_of`). No name says so; the views of the trace do.
@@ -11,12 +12,12 @@ in it; a sum over all heads is a partial sum over all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
 from stretto.ir.dims import operands
-from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, COPIES, SUMS
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, COPIES, SCALED, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
@@ -29,36 +30,64 @@ from stretto.passes.layout.placement import (
     sharded,
 )
 from stretto.passes.layout.program import SAME_DATA
-from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
+from stretto.passes.layout.rules import SPLITS, Choice, OpGiven, Rule, rule_of
 
 
 def copies_of(ahead: Ahead, parameter: str, placement: AxisPlacement) -> int:
     """How many ranks have the same of what a parameter makes, so that each has full heads. Heads are the
     first dim into which the first view that takes the features apart cuts them."""
-    name, dim = parameter, placement.dim
-    while placement.blocks == 1:
+    if placement.blocks > 1:
+        return 1
+    *_, (name, dim) = _features(ahead, parameter, placement.dim)
+    for op in ahead.uses.get(name, ()):
+        spec, made = ahead.spec(name), op.outputs[0] if op.outputs else None
+        if op.target in VIEW_OPS and spec is not None and made is not None:
+            dims = _begun(spec.shape, dim, made.shape)
+            if dims:
+                return ahead.size // math.gcd(ahead.size, made.shape[dims[0]])
+    return 1
+
+
+def blocks_of(ahead: Ahead, parameter: str, placement: AxisPlacement) -> int:
+    """How many equal matrices a parameter packs: into as many pieces what it makes is split."""
+    for name, dim in _features(ahead, parameter, placement.dim) if placement.blocks == 1 else ():
+        spec = ahead.spec(name)
+        for op in ahead.uses.get(name, ()):
+            at = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)
+            if op.target in SPLITS and spec is not None and at % len(spec.shape) == dim:
+                count, sizes = len(op.outputs), {made.shape[dim] for made in op.outputs if made is not None}
+                fits_all = spec.shape[dim] % (count * ahead.size) == 0
+                return count if len(sizes) == 1 and fits_all else 1
+    return 1
+
+
+def _features(ahead: Ahead, parameter: str, dim: int) -> Iterator[tuple[str, int]]:
+    """Values that have a parameter's features, and their dim, up to the first view that takes these apart."""
+    name = parameter
+    while True:
+        yield name, dim
         op = next((op for op in ahead.uses.get(name, ()) if op.target in FOLLOWED), None)
         made = None if op is None else op.outputs[0]
         if op is None or made is None:
-            break
+            return
         specs = [spec for each in operands(op) if (spec := ahead.spec(each)) is not None]
         if op.target in VIEW_OPS:
-            before, shape = specs[0].shape, made.shape
-            rows = math.prod(before[:dim])
-            dims = [d for d in range(len(shape)) if math.prod(shape[:d]) == rows]
-            if not dims:
-                break
-            if shape[dims[0]] != before[dim]:
-                return ahead.size // math.gcd(ahead.size, shape[dims[0]])
+            dims = _begun(specs[0].shape, dim, made.shape)
+            if not dims or made.shape[dims[0]] != specs[0].shape[dim]:
+                return
             dim = dims[0]
         else:
             rule = rule_of(op, specs)
             label = None if rule is None else rule.inputs[operands(op).index(name)][dim]
             if rule is None or label is None or label not in rule.outputs[0]:
-                break
+                return
             dim = rule.outputs[0].index(label)
         name = op.name
-    return 1
+
+
+def _begun(before: Sequence[int], dim: int, after: Sequence[int]) -> list[int]:
+    """Dims of a view that begin where a dim does."""
+    return [d for d in range(len(after)) if math.prod(after[:d]) == math.prod(before[:dim])]
 
 
 def along_shared(
@@ -136,7 +165,14 @@ def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
         yield Choice(inputs, tuple(outputs))
 
 
-FOLLOWED = VIEW_OPS | SAME_DATA | COPIES | SUMS | {f"aten.{name}.default" for name in ("mm", "bmm", "addmm")}
+FOLLOWED = (
+    VIEW_OPS
+    | SAME_DATA
+    | COPIES
+    | SUMS
+    | SCALED
+    | {f"aten.{name}.default" for name in ("mm", "bmm", "addmm")}
+)
 """From a parameter to its features' heads."""
 
 SHARED: dict[str, Rule] = {
