@@ -117,7 +117,8 @@ def ops_of(model: nn.Module, degree: int) -> list[Op]:
 
 def assert_equal_in_chunks(model: nn.Module, degree: int) -> None:
     job = capture(model, IDS, loss_of, Parallel(ampipe_degree=degree))
-    assert_plan_is_plain(planned(job), model, loss_of, IDS)
+    # A bias before a softmax over positions has a gradient of nothing but rounding.
+    assert_plan_is_plain(planned(job), model, loss_of, IDS, least=1e-6)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -211,6 +211,7 @@ def test_plans_of_all_versions_are_read(style: str, own: bool) -> None:
     }
     model.config = SimpleNamespace(base_model_ep_plan=None if own else plan)  # type: ignore[assignment]
     model.base_model = model["model"]
+    model["model"].config = model.config
     model.ep_plan = {f"model.{name}": how for name, how in plan.items()} if own else {}  # type: ignore[assignment]
     assert experts_in(model) == ("model.layers.0.experts",)
 
