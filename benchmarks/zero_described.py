@@ -81,7 +81,7 @@ DESCRIBED: Mapping[str, Described] = {
     "gpt-zero-0": Described(gpt, stretto.Parallel(pp=2, dp=2, microbatches=8, schedule="1f1b"), 4, rows=4),
     "mixtral-8x7b-zero-1": Described(
         mixtral_8x7b,
-        stretto.Parallel(dp=16, ep=8, zero=1, ampipe_degree=2, ep_buffer=1.25, recompute=LIMIT_BYTES),
+        stretto.Parallel(dp=16, ep=8, zero=1, ampipe_degree="auto", ep_buffer=1.25, recompute=LIMIT_BYTES),
         16,
         bf16_weights=True,
     ),
