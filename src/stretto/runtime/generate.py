@@ -5,8 +5,7 @@ The function's text is what it does, op by op; nothing is looked up while it run
 
     1. Values that other windows made are taken from the microbatch's store, for good when neither a later
        window nor another part of this one reads them there. Parameters, buffers and constants are bound once.
-    2. Every op is one call. A value is deleted after its last use; results of an op that returns several are
-       values of their own from the start, so that each is.
+    2. Every op is one call. A value is deleted after its last use, as is each result of an op with several.
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
        program is started and waited for where its ops are.
     4. Gradients, the loss, metrics and buffer updates go to the rank's state where they arise; buffers are
