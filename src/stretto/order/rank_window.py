@@ -15,10 +15,10 @@ from functools import cached_property
 from stretto.order.depend import Role, WindowGraph, WindowStorage
 from stretto.simulating.windows import Call
 
-MOST_NEEDED = 256
-"""Ops that come directly before one, at most; one that needs more is placed by itself. In a deep model all
-ops take little of a microbatch, and each would bring all before it: 21 GB for 4
-microbatches of Mixtral 8x7B."""
+MOST_NEEDED = 8_000_000
+"""Ops that come directly before others, summed over a window, at most: about 1 GB. One that needs more than
+its share is placed by itself. In a deep model all ops take little of a microbatch, and each would bring all
+before it: 21 GB for 4 microbatches of Mixtral 8x7B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ def make_rank_window(
     lazy = _lazy(graph, microbatches, little)
     waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
     placed = [not one and not other for one, other in zip(lazy, waits, strict=True)]
+    most = MOST_NEEDED // len(graph.nodes)
     needs: list[dict[int, None]] = []
     events: list[dict[int, None]] = []
     after: list[list[int]] = [[] for _ in graph.nodes]
@@ -126,7 +127,7 @@ def make_rank_window(
             mine.update({} if placed[needed] else needs[needed])
             met.update({needed: None} if placed[needed] or waits[needed] else events[needed])
         mine[index] = None
-        placed[index] = placed[index] or (len(mine) > MOST_NEEDED and not waits[index])
+        placed[index] = placed[index] or (len(mine) > most and not waits[index])
         needs.append(mine)
         events.append(met)
         if placed[index] or waits[index]:
