@@ -153,7 +153,7 @@ LOSSES: list[tuple[Any, str]] = [
     (lambda model, batch: {"loss": model(batch).sum()}, "its loss"),
     (lambda model, batch: Out(model(batch).sum()), "its loss"),
     (lambda model, batch: [model(batch).sum(), 1], "its loss"),
-    (lambda model, batch: (model(batch).sum(), {"n": 1}), "a dict as the second of two"),
+    (lambda model, batch: (model(batch).sum(), [1]), "a list as the second of two"),
     (lambda model, batch: (model(batch).sum(), None), "None as the second of two"),
     (lambda model, batch: (model(batch).sum(), model(batch)), "as the count of (sum, count)"),
     (lambda model, batch: (model(batch), 4), "as the sum of (sum, count)"),

@@ -64,6 +64,7 @@ def odd_plan() -> Plan:
         zero=3,
         updates=True,
         clip_norm=0.5,
+        batch_dims=(("x", 1),),
         parameters=(
             replace(
                 plan.job.parameters[0],

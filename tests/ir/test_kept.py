@@ -106,7 +106,7 @@ def test_it_is_kept_over_axes_with_copies() -> None:
 def test_bytes_are_those_of_the_first_part() -> None:
     some, one = parameter((13, 3), "cp"), parameter((13, 3))
     assert parameter_nbytes(job(), one) == 13 * 3 * 4
-    assert made_nbytes(one) == 13 * 3 * 2  # the copy that ops read
+    assert made_nbytes(job(), one) == 13 * 3 * 2  # the copy that ops read
     assert parameter_nbytes(job(), some) == gradient_nbytes(job(), some) == 5 * 3 * 4
     assert gradient_nbytes(replace(job(), zero=1), some) == 13 * 3 * 4  # until a step's end
     assert state_nbytes(replace(job(), optimizer="adamw"), some) == 2 * 5 * 3 * 4

@@ -249,7 +249,7 @@ def test_wrong_settings_are_found_before_a_rank_is_started(
 def test_every_example_fits_its_layout(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if example.stem == "pretrained":
+    if example.stem in ("adapter", "pretrained"):
         monkeypatch.chdir(tmp_path)
         write_pretrained(tmp_path / "llama", "llama", vocab_size=4096)
     settings = load_settings(example)

@@ -55,12 +55,13 @@ def work_of(job: Job, ranks: int, peak: Peak | None) -> Work:
 
 
 def trained_on(job: Job) -> tuple[float, str]:
-    """How many tokens a step trains on, of all ranks, or samples where its loss counts none that can be seen.
+    """How many tokens a step trains on, of all ranks; samples where it takes no ids or its loss counts none.
 
     Tokens are the labels that the loss looks at, those that it leaves out (padding) too.
     """
     pieces = job.microbatches * job.size(DP.name)
-    count = job.count or job.mean_over
+    ids = any(spec.dtype == "int64" and len(spec.shape) > 1 for _, spec in job.batch)
+    count = job.count or job.mean_over if ids else None
     if count is not None and isinstance(count.value, float | int):
         return count.value * pieces, "tokens"
     if count is not None:

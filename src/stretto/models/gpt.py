@@ -106,8 +106,9 @@ class Block(nn.Module):
         self.mlp = MLP(config) if mlp is None else mlp
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), mask_B1SS))
+    def forward(self, x_BSD: Tensor, *mask_B1SS: Tensor) -> Tensor:
+        """mask_B1SS: as `Attention` takes it, where there is one."""
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), *mask_B1SS))
         y_BSD: Tensor = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return y_BSD
 

@@ -148,9 +148,9 @@ class MoEBlock(Block):
         super().__init__(config, None if dense else MoE(config))
 
     def forward(  # type: ignore[override]
-        self, x_BSD: Tensor, losses: Tensor, mask_B1SS: Tensor | None = None
+        self, x_BSD: Tensor, losses: Tensor, *mask_B1SS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), mask_B1SS))
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), *mask_B1SS))
         made = self.mlp(self.mlp_norm(x_BSD))
         if isinstance(self.mlp, MoE):
             made, own = made

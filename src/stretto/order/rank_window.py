@@ -116,7 +116,7 @@ def make_rank_window(
     lazy = _lazy(graph, microbatches, little)
     waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
     placed = [not one and not other for one, other in zip(lazy, waits, strict=True)]
-    most = MOST_NEEDED // len(graph.nodes)
+    most = MOST_NEEDED // max(1, len(graph.nodes))
     needs: list[dict[int, None]] = []
     events: list[dict[int, None]] = []
     after: list[list[int]] = [[] for _ in graph.nodes]

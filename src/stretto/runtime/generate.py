@@ -91,7 +91,7 @@ class Writer:
         self.entered = -1
         self.bound: dict[str, Any] = {"DEVICE": externals.device, "INF": float("inf"), "NAN": float("nan")}
         self.names: dict[tuple[int, str], str] = {}
-        self.numbers = count()  # of variables: a name that is gone leaves its number unused
+        self.numbers = count()  # a name that is gone leaves its number unused
         stages = {stage for stage, _ in window.parts}
         self.ops = {(s, op.name): op for s in stages for ops in job.stages[s].ops.values() for op in ops}
         self.reads = {
@@ -218,7 +218,7 @@ class Writer:
         self.lines.append(text)
 
     def name(self, part: int, value: str) -> str:
-        return self.names.setdefault((part, value), f"v{next(self.numbers)}")
+        return self.names.get(key := (part, value)) or self.names.setdefault(key, f"v{next(self.numbers)}")
 
     def _keep(self, part: int, value: str) -> None:
         self.line(f"store{part}[{value!r}] = {self.name(part, value)}")
