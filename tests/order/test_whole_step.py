@@ -246,6 +246,13 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
     assert len(steps) > 1, "urgencies matter"
 
 
+def test_a_window_may_have_no_ops() -> None:
+    job, costs = job_of(stages=1, microbatches=1)
+    job = replace(job, stages=(Stage(0, dict.fromkeys(PHASES, ())),), edges=())
+    graph = make_graph(job, costs, make_window(job, Action(0, Phase.W, 0)), (0,))
+    assert make_rank_window(graph, little=0.01).placed == ()
+
+
 def test_where_all_ops_take_little_some_are_placed_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

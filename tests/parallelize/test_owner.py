@@ -43,6 +43,7 @@ ALL = ("*",)
 CELLS = [
     ZeroCell(1, owners=ALL, pp=2, tied=True, frozen=True, clipped=True),
     ZeroCell(1, owners=ALL, updates=True, clipped=True, experts=6),
+    ZeroCell(1, owners=ALL, updates=True, clipped=True, frozen_later=True),
 ]
 SLOW = [
     ZeroCell(1, owners=ALL, dp_shard=2, ep=2),

@@ -61,6 +61,20 @@ def test_a_reduction_is_the_plain_models_and_gathers_nothing(name: str) -> None:
     assert_plain(job, model, loss, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mean of large ones", "norm of large ones"])
+def test_halves_are_added_up_as_by_kernels(name: str, dtype: torch.dtype) -> None:
+    """In float32: a sum of halves would be more than they can be."""
+    codes: dict[str, Reduction] = {
+        "mean of large ones": lambda h: (h + 20000).mean(-1) / 20000,
+        "norm of large ones": lambda h: (h + 500).norm(dim=-1) / 500,
+    }
+    torch.manual_seed(4)
+    model, x = Reduced(codes[name]).to(dtype), torch.randn(4, 8, dtype=dtype)
+    job = capture(model, x, lambda model, x: model(x).float(), Parallel(tp=2), tp_plan={"up": "colwise"})
+    assert_plain(job, model, lambda model, x: model(x).float(), x, 0.05)
+
+
 def test_the_first_of_equal_places_counts() -> None:
     torch.manual_seed(4)
     model = Reduced(lambda h: h.round().clamp(-1, 1).argmax(-1) * h.sum(-1)).double()

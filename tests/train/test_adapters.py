@@ -115,6 +115,15 @@ def test_what_peft_does_not_take_is_refused_before_work_begins(
     [
         ("use_dora = true", "use_dora starts from the values of full weights"),
         ("init_lora_weights = 'pissa'", "init_lora_weights = 'pissa' starts from the values of full weights"),
+        (
+            "trainable_token_indices = [1, 2]",
+            "trainable_token_indices starts from the values of full weights",
+        ),
+        ("layer_replication = [[0, 1]]", "layer_replication starts from the values of full weights"),
+        (
+            "megatron_core = 'megatron.core'",
+            "megatron_core names a program, and a file of settings runs none",
+        ),
     ],
 )
 def test_what_starts_from_values_is_refused(line: str, message: str, tmp_path: Path) -> None:

@@ -36,15 +36,42 @@ PROGRAM = """
     sys.exit(int(rank))
 """
 COMMAND = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+USED = ("colorsys:rgb_to_hsv", "colorsys:no_such_member")
 
 
 @pytest.fixture
 def ranks() -> Iterator[Preloaded]:
     assert preload._adopt(True)
-    process = Preloaded(COMMAND, {}, ["colorsys:rgb_to_hsv", "colorsys:no_such_member"], 3)
+    process = Preloaded(COMMAND, {}, USED, 3)
     yield process
     process.close()
     preload._adopt(False)
+
+
+def test_a_rank_that_cannot_be_forked_is_started_otherwise(tmp_path: Path) -> None:
+    """The process between the two has no rank, and says so; the next one is forked."""
+    fails = """
+        import os
+        fork, main, calls = os.fork, os.getpid(), []
+        def failing():
+            if os.getpid() != main and not os.path.exists(os.environ["MARK"]):
+                open(os.environ["MARK"], "w").close()
+                raise BlockingIOError(11, "no process is to be had")
+            return fork()
+        os.fork = failing
+    """
+    command = [sys.executable, "-c", textwrap.dedent(fails) + textwrap.dedent(PROGRAM)]
+    assert preload._adopt(True)
+    process = Preloaded(command, {"MARK": str(tmp_path / "mark")}, [*USED], 2)
+    try:
+        assert process.wait()
+        assert process.fork({"RANK": "0", "FOLDER": str(tmp_path)}) is None
+        forked = process.fork({"RANK": "2", "FOLDER": str(tmp_path)})
+        assert forked is not None
+        assert forked.wait(60) == 2
+    finally:
+        process.close()
+        preload._adopt(False)
 
 
 def test_ranks_are_children_of_the_launcher_in_sessions_of_their_own(

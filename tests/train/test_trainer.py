@@ -260,7 +260,7 @@ def test_replayed_steps_have_no_timeline(folder: Path) -> None:
     """What is traced then is the last step that was walked, once; and no step's log has another's share."""
     trainer = Trainer(load_settings(write_settings(folder, steps=4, run="replayed")), World())
     walked = Timeline("measured", 1, 5.0, (), (0,))
-    trainer.runner = SimpleNamespace(replayed=True, timeline=lambda: walked, plan_of_step=None)  # type: ignore[assignment]
+    trainer.runner = SimpleNamespace(replayed=True, timeline=lambda: walked, plan=None, plan_of_step=None)  # type: ignore[assignment]
     for step in range(1, 5):
         trainer.step = step
         assert trainer._gather_timeline() is None

@@ -121,6 +121,10 @@ class MoESettings(DecoderSettings):
         return self
 
 
+_OF_WEIGHTS = ("use_dora", "trainable_token_indices", "layer_replication")
+"""Keys of an adapter with which `peft` takes values of full weights, or copies them, where it is made."""
+
+
 class HuggingFaceSettings(PretrainedSettings):
     """A causal language model of `transformers`."""
 
@@ -143,7 +147,10 @@ class HuggingFaceSettings(PretrainedSettings):
         if self.pretrained is None:
             raise ValueError("adapter changes weights that there are: give pretrained, or drop adapter")
         start = self.adapter.get("init_lora_weights", True)
-        of_weights = "use_dora" if self.adapter.get("use_dora") else ""
+        for key in ("megatron_config", "megatron_core"):
+            if key in self.adapter:
+                raise ValueError(f"adapter: {key} names a program, and a file of settings runs none; drop it")
+        of_weights = next((key for key in _OF_WEIGHTS if self.adapter.get(key)), "")
         if isinstance(start, str) and start not in ("gaussian", "orthogonal"):
             of_weights = f"init_lora_weights = {start!r}"
         if of_weights:

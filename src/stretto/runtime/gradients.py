@@ -56,6 +56,13 @@ def give(tensors: RankTensors, grads: dict[int, torch.Tensor]) -> list[nn.Parame
     return kept
 
 
+def trained_of(tensors: RankTensors, k: int, grad: torch.Tensor) -> list[torch.Tensor]:
+    """What of a gradient is of parameters that are still trained; k: as of `_of_bucket`."""
+    in_bucket = tensors.plan.job.parameters[k].slot is not None
+    grads = _of_bucket(tensors, k, grad) if in_bucket else {k: grad}
+    return [one for at, one in grads.items() if tensors.parameters[at].requires_grad]
+
+
 def _of_bucket(tensors: RankTensors, k: int, row: torch.Tensor) -> dict[int, torch.Tensor]:
     """Of the row of gradients of a bucket, those of the parameters that this rank keeps, by index in the job.
     k: of the parameter under whose name the row is known."""

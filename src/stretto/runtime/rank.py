@@ -70,8 +70,8 @@ class RankState:
         """Where updates are ops: changes parameters by gradients (index in the job -> the gradient), which it
         may keep. Where there is a norm, it scales them, so that the norm becomes the last argument at
         most."""
-        self.trains: Callable[[int], bool] = lambda _: True
-        """Whether a parameter (index in the job) is still trained: else its gradient is not of the norm."""
+        self.trained: Callable[[int, torch.Tensor], Sequence[torch.Tensor]] = lambda _, grad: (grad,)
+        """What of a gradient (by its index in the job) is of what is still trained, and so of the norm."""
         self.norm: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         self.clock = clock_of(device)
@@ -254,7 +254,8 @@ class RankState:
     def squares(self, gradients: Sequence[str], copies: int) -> torch.Tensor:
         """The sum of squares of their elements, over `copies`; of those that are still trained."""
         dtype = getattr(torch, norm_spec(self.plan.job).dtype)
-        counted = [self.over_step(name) for name in gradients if self.trains(self._numbers[name])]
+        given = ((self._numbers[name], self.over_step(name)) for name in gradients)
+        counted = [one for k, grad in given for one in self.trained(k, grad)]
         if not counted:
             return torch.zeros((), dtype=dtype, device=self.device)
         return torch.nn.utils.get_total_norm([one.to(dtype) for one in counted]).square() / copies

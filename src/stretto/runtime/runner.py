@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from stretto.runtime.copies import check_copies
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.given_model_adapter import check_given, take
-from stretto.runtime.gradients import give
+from stretto.runtime.gradients import give, trained_of
 from stretto.runtime.observed import check_room, observed
 from stretto.runtime.optimizer_trial import watch
 from stretto.runtime.plan_steps import PlanSteps, check_graph
@@ -142,7 +143,7 @@ class Runner:
         self.optimizer = optimizer_of(plan, optimizer, [*self.parameters()], cuda_graph)
         if self.optimizer is not None:
             self.state.optimize = optimize_by(self.optimizer, self.tensors)
-            self.state.trains = lambda k: self.tensors.parameters[k].requires_grad
+            self.state.trained = partial(trained_of, self.tensors)
         for one in further:
             self.add(one)
 
@@ -170,7 +171,7 @@ class Runner:
         begun = PlanSteps(plan, tensors, self.transport, self._seed, self.compiler, self._model())
         if self._plans and self.optimizer is not None:
             begun.state.optimize = self.state.optimize
-            begun.state.trains = self.state.trains
+            begun.state.trained = self.state.trained
         if self._graphs:
             begun.replay(self._plans[0].graph if self._plans else None)
         shape = Shape.of_job(plan.job)

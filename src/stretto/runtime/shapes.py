@@ -33,6 +33,7 @@ _PARTS: Mapping[str, Callable[[Parameter], object]] = {
     "tie": lambda p: p.tied_to,
     "shards": lambda p: [(s.axis, s.dim, s.blocks, s.copies) for s in p.shards],
     "rows kept over": lambda p: list(p.kept),
+    "place in a bucket": lambda p: p.slot,
     "frozen": lambda p: p.frozen,
 }
 

@@ -84,6 +84,11 @@ class Forked:
         return status
 
 
+LOST_S = 60.0
+"""A rank that does not say within so long that it is there was killed before. Assumed: forks take
+milliseconds."""
+
+
 class Preloaded:
     """The process of which ranks are forked, from when it is started until `close`, or the last of them."""
 
@@ -110,6 +115,7 @@ class Preloaded:
 
     def fork(self, environment: Mapping[str, str]) -> Forked | None:
         """A rank with this environment; None where there is none to be had."""
+        self._socket.settimeout(LOST_S)
         self._send(dict(environment))
         pid = self._reply()
         self._left -= 1
@@ -180,10 +186,15 @@ def become_rank() -> None:
         for line in lines:
             middle = os.fork()
             if middle:
-                os.waitpid(middle, 0)
+                if os.waitpid(middle, 0)[1]:  # no rank could be forked
+                    ours.sendall(b"\n")
                 continue
             middle = os.getpid()
-            if os.fork():
+            try:
+                rank = os.fork()
+            except OSError:
+                os._exit(1)
+            if rank:
                 os._exit(0)
             os.setsid()
             while os.getppid() == middle:

@@ -109,8 +109,9 @@ def _over(op: Op, specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], bool, f
 
 
 def _in_own_dtype(op: Op, specs: Sequence[TensorSpec]) -> bool:
-    made = op.outputs[0]
-    return len(specs) == 1 and made is not None and made.dtype == specs[0].dtype and "float" in made.dtype
+    """Whether all is of one dtype, in which sums are computed: kernels add up halves in float32."""
+    dtypes = {spec.dtype for spec in (*specs, *op.outputs) if spec is not None}
+    return len(dtypes) == 1 and dtypes <= {"float32", "float64"}
 
 
 def _mean(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str] | None:
@@ -180,7 +181,7 @@ def _weight_norm(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str]
     direction, length = op.args[:2]
     dim = op.args[2] if len(op.args) > 2 else 0
     others = tuple(d for d in range(len(specs[0].shape)) if d != dim)
-    if len({spec.dtype for spec in (*specs, *op.outputs) if spec is not None}) > 1:
+    if not _in_own_dtype(op, specs):
         return None
     squares = Ref(sub("aten.mul.Tensor", direction, direction))
     norm = sub("aten.sqrt.default", Ref(sub("aten.sum.dim_IntList", squares, others, True)))
@@ -191,7 +192,7 @@ def _weight_norm(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str]
 def _weight_norm_backward(op: Op, specs: Sequence[TensorSpec], sub: Sub) -> Sequence[str] | None:
     grad, direction, length, norm, dim = op.args
     others = tuple(d for d in range(len(specs[0].shape)) if d != dim)
-    if len({spec.dtype for spec in (*specs, *op.outputs) if spec is not None}) > 1:
+    if not _in_own_dtype(op, specs):
         return None
     along = Ref(sub("aten.sum.dim_IntList", Ref(sub("aten.mul.Tensor", grad, direction)), others, True))
     of_length = Ref(sub("aten.div.Tensor", along, norm))
