@@ -18,7 +18,7 @@ from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule, Slot
 from stretto.ir.program import Job
-from stretto.ir.recipe import Planned
+from stretto.ir.recipe import PlannedJob
 from stretto.ir.stage_maps import AUTO, is_own
 
 
@@ -28,7 +28,7 @@ def captured_again(
     job: Job,
     batch: Any,
     microbatches: int | None,
-    like: Planned | None,
+    like: PlannedJob | None,
 ) -> Job:
     """The job of another batch. captures, parallel: those of `job`. See `Job.with_batch`."""
     if like is None and (job.forms or job.schedule == AUTO):

@@ -67,7 +67,7 @@ from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.parameters import TensorSpec as TensorSpec
 from stretto.ir.parameters import Zero as Zero
-from stretto.ir.recipe import Planned, Recipe, Watched
+from stretto.ir.recipe import PlannedJob, Recipe, Watched
 from stretto.ir.shown import Shown
 
 STARTS = tuple(BY_TARGET)
@@ -319,7 +319,9 @@ class Job(Shown):
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
     recipe: Recipe | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 
-    def with_batch(self, batch: Any, *, microbatches: int | None = None, like: Planned | None = None) -> Job:
+    def with_batch(
+        self, batch: Any, *, microbatches: int | None = None, like: PlannedJob | None = None
+    ) -> Job:
         """The job of the same model, loss and settings for a batch of another shape, for the same Runner.
 
         microbatches: as many as were captured, by default, or the most below that by which rows divide.

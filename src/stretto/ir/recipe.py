@@ -12,7 +12,7 @@ class Watched(Protocol):
         """Raises UsageError for one that is another now."""
 
 
-class Planned(Protocol):
+class PlannedJob(Protocol):
     """A plan, as far as another capture asks."""
 
     @property
@@ -24,4 +24,4 @@ class Planned(Protocol):
 class Recipe(Protocol):
     """Captures another batch as a job was captured (`Job.with_batch`)."""
 
-    def __call__(self, job: Any, batch: Any, microbatches: int | None, like: Planned | None) -> Any: ...
+    def __call__(self, job: Any, batch: Any, microbatches: int | None, like: PlannedJob | None) -> Any: ...

@@ -61,7 +61,7 @@ def _together(job: Job, name: str, ties: Mapping[str, Parameter]) -> Iterator[tu
             yield f"has parameters one over another, in part {part} from element {begin}", "Lay them apart"
 
 
-class Buckets:
+class BucketWalk:
     """Of one rank. known: op that takes values out of a bucket -> the pieces of what it makes."""
 
     def __init__(self, job: Job, read: Iterable[Parameter], trained: Sequence[Parameter]) -> None:

@@ -34,7 +34,7 @@ from stretto.ir.program import (
 from stretto.ir.transfers import tied_ranks
 from stretto.ir.updates import SQUARES, UPDATE, clipped_by, updated
 from stretto.schedule.sums import TIED, reduces_loss
-from stretto.verifying.buckets import Buckets
+from stretto.verifying.buckets import BucketWalk
 from stretto.verifying.fault import Fault
 from stretto.verifying.pieces import Pieces, pieces_of, walked
 
@@ -59,7 +59,7 @@ def made_of_faults(plan: Plan, rank: int) -> Iterator[Fault]:
     made |= {name: ((name,),) for names in ties.values() for name in names}
     changed = _changed(job, stages)
     made |= {name: ((name,),) for name in (*changed, *(SHARD + p.kept_as for p in read))}
-    buckets = Buckets(job, read, here)
+    buckets = BucketWalk(job, read, here)
     made |= dict(buckets.begin())
     kept = {name: [one for piece in made[name] for one in piece] for name in changed}
     values = specs | {op.name: op.spec for op in plan.once(rank)}
