@@ -11,7 +11,6 @@ Not noted: what code of libraries reads of globals, and what is read past an obj
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -37,9 +36,6 @@ PYTORCHS = {
     *(name for name in vars(nn.Module()) if name != "training"),
 }
 """Attributes of all modules, which are no part of a forward."""
-
-_one_at_a_time = threading.RLock()
-"""Classes are changed for one trace at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ class Reads:
             if isinstance(item, nn.Module) or (not isinstance(item, type) and of_the_users(item)):
                 ids.add(id(item))
                 kinds[type(item)] = None
-        with _one_at_a_time, ExitStack() as undo:
+        with ExitStack() as undo:
             for kind in kinds:
                 self._note(kind, ids, undo)
             yield

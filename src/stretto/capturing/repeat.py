@@ -13,7 +13,6 @@ attribute, to a buffer or to an argument, or returns what needs no gradient.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -106,10 +105,6 @@ class _Substitute(torch.autograd.Function):
         return (None, *result)
 
 
-_one_at_a_time = threading.RLock()
-"""Classes are changed, and calls numbered, for one trace at a time."""
-
-
 class Layers:
     """The equal layers of a model while it is traced."""
 
@@ -139,7 +134,7 @@ class Layers:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While the context lasts, calls of equal layers are looked at."""
-        with _one_at_a_time, ExitStack() as undo:
+        with ExitStack() as undo:
             for at, group in enumerate(self._groups):
                 for name in group.names:
                     module = self._modules[name]

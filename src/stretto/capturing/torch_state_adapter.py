@@ -1,5 +1,8 @@
 """PyTorch's global state while a model is traced, and back as it was when that is over.
 
+The state is the process's. Ranks that are threads trace one after the other (`ONE_TRACE`), and what is
+refused is refused to the thread that traces: others may take steps meanwhile.
+
 Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch.
 Private corners of PyTorch (2.11 to 2.13), like `torch_adapter`:
 
@@ -11,6 +14,7 @@ Private corners of PyTorch (2.11 to 2.13), like `torch_adapter`:
     torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_*  what a failed transform leaves switched off
     loggers of torch._functorch and torch._subclasses       tracebacks of the exporter's own
     nn.Module._backward_hooks, _backward_pre_hooks, and the global ones of its file
+    torch._C._get_dispatch_mode                             whether it is this thread that traces
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -34,11 +39,20 @@ from stretto.capturing.explain import INTERNAL
 from stretto.capturing.substitutes import PyTorchCalls
 from stretto.errors import CaptureError
 
+ONE_TRACE = threading.RLock()
+"""Held while a model is traced: the state is the process's, whose threads may be ranks."""
+
+
+def _traces() -> bool:
+    """Whether this thread traces, or runs a backward for one that does (autograd hands its modes on)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
 
 @contextmanager
 def tracing_state() -> Iterator[None]:
     """Everything that this room sets, for as long as the context lasts."""
     with (
+        ONE_TRACE,
         _transforms_ended(),
         _checkpoints_told(),
         _no_inner_backward(),
@@ -119,7 +133,8 @@ def _checkpoints_told() -> Iterator[None]:
     asked: list[bool] = []
 
     def noted(self: Any, frame: Any) -> None:
-        asked.append(True)
+        if _traces():
+            asked.append(True)
         enter(self, frame)
 
     hook.__init__ = noted  # type: ignore[method-assign]
@@ -151,7 +166,9 @@ def _no_inner_backward() -> Iterator[None]:
     backward, function = torch.autograd.backward, torch.autograd.Function
     apply = function.__dict__["apply"]
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if not _traces():
+            return backward(*args, **kwargs)
         raise CaptureError(
             "the code runs a backward of its own, whose gradients no plan has: let loss(model, microbatch) "
             "return the loss, of which capture makes the backward, and take gradients within it by "
@@ -159,7 +176,7 @@ def _no_inner_backward() -> Iterator[None]:
         )
 
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        if _runs_backward(kind.backward):
+        if _traces() and _runs_backward(kind.backward):
             ours = issubclass(kind, torch.utils.checkpoint.CheckpointFunction)
             what = (
                 "torch.utils.checkpoint with use_reentrant=True" if ours else f"the function {kind.__name__}"

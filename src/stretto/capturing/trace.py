@@ -43,6 +43,7 @@ from stretto.capturing.substitutes import (
     batch_norms_in_ops,
     with_cuda_results,
 )
+from stretto.capturing.torch_state_adapter import ONE_TRACE
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Buffer, Constant, Job, Parameter
 from stretto.parallelize.expert_op import as_one_op
@@ -118,7 +119,7 @@ def trace(
     check_model(model)
     at = torch.device(device) if device is not None else _device_of(model)
     setup = _TraceSetup(model, batch, loss, microbatches, param_dtype, at, layout, skip_passes, meshes)
-    with batch_norms_in_ops(model):
+    with ONE_TRACE, batch_norms_in_ops(model):
         # Layers that are repeated would number the borders of meshes again.
         if equal_layers and meshes is None:
             try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -36,9 +35,6 @@ from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.runtime.full_state import take_first_copys_buffers
-
-_CAPTURING = Lock()
-"""PyTorch traces one model at a time in a process, whose threads may be ranks."""
 
 
 class Evaluation:
@@ -71,8 +67,7 @@ class Evaluation:
         degree = trained.chunks if parallel.ampipe_degree == "auto" else None
         layout = layout_of(model, parallel, tp_plan, degree)
         say("capturing its forward")
-        with _CAPTURING:
-            job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
+        job = capture_evaluation(model, batch, loss, trained, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
         ranks = running(runner.plan.world, runner.device)
         if ranks.size != runner.plan.world:
