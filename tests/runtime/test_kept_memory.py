@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FAST = (
     (1, "float32", "dp 3, uneven rows"),
     (1, "bf16", "dp 2, tp 2"),
+    (1, "float32", "dp 4 in groups"),
     (2, "bf16", "dp 4 in groups"),
     (3, "float32", "dp 2, tp 2"),
     (3, "bf16", "dp 3, uneven rows"),

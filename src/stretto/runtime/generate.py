@@ -373,8 +373,8 @@ class Writer:
             elif kind == "metric":
                 self.line(f"hooks.add_metric({name}, {value})")
         for name in op.writes:
-            self.line(f"hooks.write({name!r}, {value})")
-            self.names.pop((part, name), None)
+            before = self.names.pop((part, name), "")  # what it was: gone now, though it is read again
+            self.line((f"{before} = None; " if before else "") + f"hooks.write({name!r}, {value})")
         if self.later(stage, phase, op.name):
             self._keep(part, op.name)
 

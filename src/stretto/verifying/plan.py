@@ -11,6 +11,7 @@ from dataclasses import replace
 from stretto.ir.action import Action, Overlap, Slot
 from stretto.ir.plan import Plan
 from stretto.ir.references import broken_references
+from stretto.verifying.axis_order import axis_order_faults
 from stretto.verifying.calls import repeat_faults, saved_faults
 from stretto.verifying.communication import communication_faults
 from stretto.verifying.communicators import communicator_faults
@@ -50,7 +51,12 @@ def plan_faults(plan: Plan) -> list[Fault]:
     result += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
         result += proof(plan)
-    return result or [*placement_faults(plan), *reduction_faults(plan), *deadlock_faults(plan)]
+    return result or [
+        *placement_faults(plan),
+        *reduction_faults(plan),
+        *axis_order_faults(plan),
+        *deadlock_faults(plan),
+    ]
 
 
 def _slots(plan: Plan, rank: int) -> tuple[Slot, ...]:
