@@ -1,4 +1,4 @@
-"""Rows that ranks of two axes keep are gathered and scattered over them in one order; other plans are refused."""
+"""Rows that two axes keep are gathered and scattered over them in one order; other plans are refused."""
 
 from __future__ import annotations
 
