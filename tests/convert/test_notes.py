@@ -43,19 +43,31 @@ def test_what_changes_the_memory_or_fails_later_is_noted(command: str, noted: bo
     assert (words in made.text) == noted
 
 
-ROUTERS = (
+SCORES = (
     *("--moe-router-score-function sigmoid", "--moe-router-num-groups 4", "--moe-router-group-topk 2"),
-    *("--moe-router-topk-scaling-factor 2.5", "--moe-router-enable-expert-bias", "--moe-use-sinkhorn"),
-    "--moe-apply-probs-on-input",
+    *("--moe-router-topk-scaling-factor 2.5", "--moe-router-enable-expert-bias"),
 )
+ROUTERS = ("--moe-use-sinkhorn", "--moe-apply-probs-on-input")
 
 
-@pytest.mark.parametrize("flag", ROUTERS)
+@pytest.mark.parametrize("flag", [*SCORES, *ROUTERS])
 def test_other_routers_are_other_models_and_refused(flag: str) -> None:
-    for base in (MOE, MIXTRAL):
-        with pytest.raises(UsageError, match=f"{re.escape(flag)}: this router .* another model"):
+    said = (
+        "this router .* another model" if flag in ROUTERS else "scores experts by a softmax of all: .*by hand"
+    )
+    for base in (MOE, MIXTRAL) if flag in ROUTERS else (MIXTRAL,):
+        with pytest.raises(UsageError, match=f"{re.escape(flag)}: .*{said}"):
             convert([f"{base} {flag}"], ranks=8)
     assert settings(convert([f"{OWN} {flag}"], ranks=8)) == settings(convert([OWN], ranks=8))
+
+
+def test_deepseeks_router_is_that_of_stretto() -> None:
+    made = settings(convert([" ".join((MOE, *SCORES))], ranks=8)).model
+    assert [getattr(made, key) for key in ("router", "groups", "top_groups", "scaling", "bias_rate")] == [
+        *("sigmoid", 4, 2, 2.5, 0.001)
+    ]
+    with pytest.raises(UsageError, match=r"--moe-router-num-groups 4: .*append --moe-router-score-function"):
+        convert([f"{MOE} --moe-router-num-groups 4"], ranks=8)
 
 
 def test_a_softmax_of_all_scores_is_qwens() -> None:

@@ -7,7 +7,7 @@ has an optimizer of its own over what its Runner gives it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -199,9 +199,16 @@ def training(cell: ZeroCell, plan: Plan) -> Trained:
 
     make = _trainer(cell) if cell.updates else None
     results = run_threads(plan, lambda _: cell.model(), work, optimizer=make)
+    return put_together(cell.model(), plan, results)
+
+
+def put_together(
+    model: nn.Module, plan: Plan, results: Sequence[tuple[Mapping[str, int], Trained]]
+) -> Trained:
+    """Full parameters of what ranks keep, by the coordinates of each."""
     known = {p.name: p for p in plan.job.parameters}
     full: Trained = {}
-    for name, parameter in cell.model().named_parameters():
+    for name, parameter in model.named_parameters():
         full[name] = torch.full_like(parameter, torch.nan, requires_grad=False)
     for at, kept in results:
         for name, part in kept.items():

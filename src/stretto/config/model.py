@@ -89,6 +89,20 @@ class MoESettings(DecoderSettings):
     """Experts that every token goes to, besides those that its router chooses."""
     dense_every: int = Field(default=0, ge=0)
     """One block in so many has a plain MLP, the first block first; 0 for none."""
+    dense_first: int = Field(default=0, ge=0)
+    """Blocks at the beginning that have a plain MLP."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How experts are scored: against each other, or each by itself, as in DeepSeek-V3. Of the second kind,
+    those are chosen whose score with a bias is the best; weights are of scores alone."""
+    bias_rate: float = Field(default=0.0, ge=0)
+    """Of `router = "sigmoid"`: by how much the bias of an expert moves after each step, up where its load is
+    below the mean and else down (DeepSeek-V3: 0.001). Then `aux_weight` may be 0."""
+    scaling: float = Field(default=1.0, gt=0)
+    """What weights of the chosen experts are multiplied by (DeepSeek-V3: 2.5)."""
+    groups: int = Field(default=1, ge=1)
+    """Of `router = "sigmoid"`: groups of neighbouring experts, on which a node may be (DeepSeek-V3: 8)."""
+    top_groups: int = Field(default=1, ge=1)
+    """Groups whose experts a token may choose (DeepSeek-V3: 4)."""
     aux_weight: float = Field(default=0.01, ge=0)
     """Weight of the loss that balances the experts' loads."""
     z_weight: float = Field(default=0.001, ge=0)
@@ -113,7 +127,23 @@ class MoESettings(DecoderSettings):
                 f"expert_ratio = {self.expert_ratio} of hidden = {self.hidden} makes experts of width 0; "
                 f"give {1 / self.hidden:.3g} or more"
             )
-        if self.dense_every and not any(n % self.dense_every for n in range(self.layers)):
+        if self.router != "sigmoid" and (self.bias_rate or self.groups > 1):
+            raise ValueError("bias_rate and groups are of router = 'sigmoid'; choose it, or leave them out")
+        if self.experts % self.groups or not self.top_groups <= self.groups:
+            raise ValueError(
+                f"groups = {self.groups} must divide experts = {self.experts}, and top_groups = "
+                f"{self.top_groups} must not be above groups"
+            )
+        if self.top_k > self.experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than the experts of top_groups = {self.top_groups} of "
+                f"groups = {self.groups}; give more top_groups"
+            )
+        if self.dense_first >= self.layers:
+            raise ValueError(
+                f"dense_first = {self.dense_first} leaves none of layers = {self.layers} with experts"
+            )
+        if self.dense_every and not any(n % self.dense_every for n in range(self.dense_first, self.layers)):
             raise ValueError(
                 f"dense_every = {self.dense_every} leaves none of layers = {self.layers} with experts; give 0"
                 + (" or 2" if self.layers > 1 else "")

@@ -18,6 +18,14 @@ CAPACITY = (
 )
 KINDS = "--moe-router-load-balancing-type"
 BEFORE = "--moe-router-pre-softmax"
+SCORED = (
+    "--moe-router-score-function",
+    "--moe-router-enable-expert-bias",
+    "--moe-router-bias-update-rate",
+    "--moe-router-topk-scaling-factor",
+    "--moe-router-num-groups",
+    "--moe-router-group-topk",
+)
 SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
 
 
@@ -72,7 +80,9 @@ def _refuse_softmax_of_all(tally: Tally, name: str) -> None:
 
 
 def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
-    _refuse_softmax_of_all(tally, "Stretto's mixture")
+    if tally.get(SCORED[0]) == "softmax":
+        _refuse_softmax_of_all(tally, "Stretto's mixture")
+    _put_router(tally)
     tally.put("model.experts", experts.count, "--num-experts")
     tally.put("model.top_k", experts.top_k, "--moe-router-topk")
     wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
@@ -84,20 +94,57 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
     shared = _shared(tally, experts.width)
     if shared:
         tally.put("model.shared_experts", shared, *SHARED)
-    every = _every(experts)
-    if every is None:
+    placed = _placed_by(experts)
+    if placed is None:
         tally.refuse(
             _placed(tally),
-            "Stretto has experts in every block, or a plain MLP in one block "
-            f"of so many; {append('--moe-layer-freq', 1)}, or a list such as "
+            "Stretto has experts in every block, or a plain MLP in the first blocks, or in "
+            f"one of so many; {append('--moe-layer-freq', 1)}, or a list such as "
             f"'([0]*1+[1]*{experts.layers - 1})'",
         )
-    elif every:
-        tally.put("model.dense_every", every, _placed(tally))
+    for key, number in (placed or {}).items():
+        tally.put(key, number, _placed(tally))
+
+
+def _put_router(tally: Tally) -> None:
+    """How experts are scored and chosen. Megatron's groups are of routers of both kinds, Stretto's of one."""
+    function, bias, rate, scaling, groups, best = SCORED
+    kind = tally.get(function)
+    if kind not in ("softmax", "sigmoid"):
+        tally.refuse(function, f"expected softmax or sigmoid; append {function} sigmoid")
+    others = [name for name in (bias, groups) if tally.get(name)]
+    if kind == "softmax" and others:
+        tally.refuse(
+            others[0], f"Stretto's is of scores by sigmoid; append {function} sigmoid, or take it out"
+        )
+    if kind != "sigmoid":
+        tally.lack("the router has no bias", rate)
+    else:
+        tally.put("model.router", "sigmoid", function)
+        if tally.get(bias):
+            tally.put("model.bias_rate", tally.get(rate), bias, rate)
+        if tally.get(groups):
+            tally.put("model.groups", tally.need(groups), groups)
+            tally.put("model.top_groups", tally.need(best), best)
+    if tally.get(scaling) != 1:
+        tally.put("model.scaling", tally.get(scaling), scaling)
+    tally.lack("it changes nothing here", *SCORED)
+
+
+def _refuse_scores(tally: Tally, name: str) -> None:
+    for flag in SCORED:
+        if tally.is_given(flag) and str(tally.get(flag)) not in ("softmax", "1.0"):
+            tally.refuse(
+                flag,
+                f"{name} scores experts by a softmax of all: take it out, or write model.kind = "
+                '"huggingface" with one that has it (DeepseekV3ForCausalLM) by hand',
+            )
+    tally.lack("it changes nothing here", *SCORED)
 
 
 def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
     key, qwen = "model.config.", name == "Qwen3MoeForCausalLM"
+    _refuse_scores(tally, name)
     width = ("--moe-ffn-hidden-size", "--ffn-hidden-size")
     tally.put(f"{key}{'num_experts' if qwen else 'num_local_experts'}", experts.count, "--num-experts")
     tally.put(f"{key}num_experts_per_tok", experts.top_k, "--moe-router-topk")
@@ -204,14 +251,15 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
     return tuple(n for n, has in enumerate(pattern) if not has)
 
 
-def _every(experts: ExpertFlags) -> int | None:
-    """`model.dense_every` with which just these blocks are dense; None where there is no such number."""
+def _placed_by(experts: ExpertFlags) -> dict[str, int] | None:
+    """Settings with which just these blocks are dense; None where there are none."""
     if not experts.dense:
-        return 0
+        return {}
     for every in range(2, min(experts.layers, MOST_LAYERS) + 1):
         if experts.dense == tuple(range(0, experts.layers, every)):
-            return every
-    return None
+            return {"model.dense_every": every}
+    first = len(experts.dense)
+    return {"model.dense_first": first} if experts.dense == tuple(range(first)) else None
 
 
 def _pattern(text: str) -> list[int] | None:

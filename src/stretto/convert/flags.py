@@ -91,7 +91,9 @@ needs --num-experts: it is what the experts have anyway, or another flag says it
     moe-layer-freq:t=1 expert-interval:i=1 moe-expert-capacity-factor:f
     moe-model-type:(megatron_moe|deepspeed_moe)=megatron_moe moe-train-capacity-factor:f=1 moe-no-drop
     moe-router-pre-softmax moe-aux-loss-coeff:m=0.0 moe-router-load-balancing-type:m=aux_loss
-    moe-z-loss-coeff:f=0
+    moe-z-loss-coeff:f=0 moe-router-score-function:t=softmax moe-router-enable-expert-bias
+    moe-router-bias-update-rate:f=0.001 moe-router-topk-scaling-factor:f=1 moe-router-num-groups:i
+    moe-router-group-topk:i
 
 needs --num-experts: tensor-parallel ranks share experts too, and every other rank has all of them
     expert-model-parallel-size:i=1 expert-tensor-parallel-size:i use-pipe-experts
@@ -329,8 +331,8 @@ the model's norms, activations and residuals are those of its kind
     apply-layernorm-1p apply-residual-connection-post-layernorm openai-gelu squared-relu quick-geglu
     add-dense-bias skip-bias-add init-method-xavier-uniform embedding-init-method-std:f
 
-needs --num-experts: a router's scores are what its matrix gives, without noise or a bias beside them
-    moe-router-bias-update-rate:f moe-input-jitter-eps:f=0 noisy-gate-policy:t=None
+needs --num-experts: a router's scores are what its matrix gives, without noise
+    moe-input-jitter-eps:f=0 noisy-gate-policy:t=None
     moe-router-force-load-balancing
 
 needs --num-experts: beyond a capacity later choices are dropped first, by position
@@ -373,11 +375,8 @@ REFUSED = _rows(
 its attention is another model: write model.kind = "huggingface" with DeepseekV3ForCausalLM by hand
     multi-latent-attention multi-head-latent-attention
 
-needs --num-experts: this router chooses or weighs experts otherwise, which is another model: write
-model.kind = "huggingface" with one that has it (DeepseekV3ForCausalLM) by hand, or take the flag out
-    moe-router-score-function:t=softmax moe-router-num-groups:i moe-router-group-topk:i
-    moe-router-topk-scaling-factor:f=1 moe-router-enable-expert-bias moe-use-sinkhorn
-    moe-apply-probs-on-input
+needs --num-experts: this router chooses or weighs experts otherwise, which is another model: take it out
+    moe-use-sinkhorn moe-apply-probs-on-input
 
 Stretto trains causal language models of equal blocks; this flag is for another kind of model
     encoder-num-layers:i decoder-num-layers:i encoder-seq-length:i decoder-seq-length:i

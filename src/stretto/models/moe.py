@@ -1,8 +1,10 @@
 """A GPT whose blocks have experts in place of one MLP: each token goes to the few that its router chooses.
 
 The plain, single-process model. A router's scores and losses are taken in float32 or finer, as in Switch
-Transformers (Fedus et al., arXiv 2101.03961). Tokens go to experts within a capacity, of which each takes at
-most `capacity_factor` times its even share of a microbatch's choices, or dropless (`dispatch`).
+Transformers (Fedus et al., arXiv 2101.03961). A router may score each expert by itself, and choose by scores
+and a bias that balances loads without a loss, as DeepSeek-V3's does (arXiv 2412.19437, 2.1.2). Tokens go to
+experts within a capacity, of which each takes at most `capacity_factor` times its even share of a
+microbatch's choices, or dropless (`dispatch`).
 
 Dims of tensors, as suffixes:
   B batch   S sequence   N tokens of a microbatch   D hidden   E experts   K choices of a token
@@ -12,8 +14,8 @@ Dims of tensors, as suffixes:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,9 @@ from stretto.models.gpt import (
     positions_of,
 )
 
+LOAD = "load."
+"""Begins the metrics of experts' loads, before the block's number."""
+
 EP_PLAN = {"blocks.*.mlp.experts": "experts"}
 """The modules whose parameters have one expert a row, which expert-parallel ranks share."""
 
@@ -50,16 +55,17 @@ class MoEConfig(GPTConfig, MoESettings):
 
     def dense(self, block: int) -> bool:
         """Whether a block has a plain MLP."""
-        return self.dense_every > 0 and block % self.dense_every == 0
+        return block < self.dense_first or (self.dense_every > 0 and block % self.dense_every == 0)
 
 
 class Routed(NamedTuple):
     """chosen: experts of each token (N, K), the best first. weights: of their results (N, K), by `weighed`.
-    losses: the balancing loss and the z loss, unweighted."""
+    losses: the balancing loss and the z loss, unweighted. load: choices of each expert (E,)."""
 
     chosen: Tensor
     weights: Tensor
     losses: Tensor
+    load: Tensor
 
 
 def weighed(score_NK: Tensor) -> Tensor:
@@ -69,23 +75,46 @@ def weighed(score_NK: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores tokens against experts: (N, D) to `Routed`."""
+    """Scores tokens against experts: (N, D) to `Routed`. bias: added to scores (E,) where experts are chosen,
+    of a router that scores them by themselves; `balance_loads` moves it."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.top_k = config.top_k
+        self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(config.experts) if config.router == "sigmoid" else None)
 
     def forward(self, x_ND: Tensor) -> Routed:
         precise = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
         logits_NE = F.linear(x_ND.to(precise), self.weight.to(precise))
-        score_NE = logits_NE.softmax(dim=-1)
-        best_NK, chosen_NK = score_NE.topk(self.top_k, dim=-1)
+        if self.bias is None:
+            share_NE = score_NE = logits_NE.softmax(dim=-1)
+            best_NK, chosen_NK = score_NE.topk(self.config.top_k, dim=-1)
+        else:
+            score_NE = logits_NE.sigmoid()
+            share_NE = score_NE / score_NE.sum(dim=-1, keepdim=True)
+            chosen_NK = self._chosen(score_NE.detach() + self.bias.to(precise))
+            best_NK = score_NE.gather(1, chosen_NK)
         experts = score_NE.shape[1]
-        share_E = counts_of(chosen_NK, experts).to(precise) / chosen_NK.numel()
-        balance = experts * (share_E * score_NE.mean(dim=0)).sum()
+        load_E = counts_of(chosen_NK, experts)
+        balance = experts * (load_E.to(precise) / chosen_NK.numel() * share_NE.mean(dim=0)).sum()
         z = logits_NE.logsumexp(dim=-1).square().mean()
-        return Routed(chosen_NK, weighed(best_NK).to(x_ND.dtype), torch.stack((balance, z)))
+        weights_NK = weighed(best_NK)
+        if self.config.scaling != 1:
+            weights_NK = weights_NK * self.config.scaling
+        return Routed(chosen_NK, weights_NK.to(x_ND.dtype), torch.stack((balance, z)), load_E)
+
+    def _chosen(self, score_NE: Tensor) -> Tensor:
+        """The best experts (N, K), of each token's best groups. A group is as good as its best few
+        together, as many as a token would choose of each (two in DeepSeek-V3; as Megatron-Core counts)."""
+        groups, best = self.config.groups, self.config.top_groups
+        if groups > 1:
+            score_NGE = score_NE.view(len(score_NE), groups, -1)
+            best_NG = score_NGE.topk(max(1, self.config.top_k // best), dim=-1).values.sum(dim=-1)
+            kept_NG = torch.zeros_like(best_NG).scatter(1, best_NG.topk(best).indices, 1.0)
+            score_NE = score_NGE.masked_fill(kept_NG.unsqueeze(-1) == 0, float("-inf")).flatten(1)
+        return score_NE.topk(self.config.top_k, dim=-1).indices
 
 
 class Experts(nn.Module):
@@ -120,8 +149,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, and the experts that all tokens share: (B, S, D) to the same and the router's
-    losses."""
+    """Router, experts, and the experts that all tokens share: (B, S, D) to the same, the router's losses and
+    the experts' loads."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -131,38 +160,42 @@ class MoE(nn.Module):
             MLP(config, config.shared_experts * config.expert_hidden) if config.shared_experts else None
         )
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_ND = x_BSD.flatten(0, 1)
         routed = self.router(x_ND)
         y_ND = self.experts(x_ND, routed.chosen, routed.weights)
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
-        return y_ND.view(x_BSD.shape), routed.losses
+        return y_ND.view(x_BSD.shape), routed.losses, routed.load
 
 
 class MoEBlock(Block):
     """Attention, then experts or an MLP, each after a norm and added to the residual stream: (B, S, D) and
-    the routers' losses so far (2,) to the same."""
+    the routers' losses so far (2,) to the same, and the experts' loads where a bias balances them."""
 
     def __init__(self, config: MoEConfig, dense: bool) -> None:
         super().__init__(config, None if dense else MoE(config))
+        self.tells_load = not dense and config.bias_rate > 0
 
     def forward(  # type: ignore[override]
         self, x_BSD: Tensor, losses: Tensor, *mask_B1SS: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), *mask_B1SS))
         made = self.mlp(self.mlp_norm(x_BSD))
         if isinstance(self.mlp, MoE):
-            made, own = made
+            made, own, load_E = made
             losses = losses + own
-        return x_BSD + self.dropout(made), losses
+        x_BSD = x_BSD + self.dropout(made)
+        return (x_BSD, losses, load_E) if self.tells_load else (x_BSD, losses)
 
 
 class Output(NamedTuple):
-    """logits: (B, S, V). losses: of all routers together, balancing loss and z loss, unweighted."""
+    """logits: (B, S, V). losses: of all routers together, balancing loss and z loss, unweighted. loads: by
+    block, choices of each expert (E,), where a bias balances them."""
 
     logits: Tensor
     losses: Tensor
+    loads: dict[int, Tensor]
 
 
 class MoEGPT(GPT):
@@ -187,16 +220,19 @@ class MoEGPT(GPT):
         x_BSD, mask = self.embedded(tokens_BS, positions_BS), document_mask(positions_BS)
         precise = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         losses = x_BSD.new_zeros(2, dtype=precise)
-        for block in self.blocks:
-            x_BSD, losses = block(x_BSD, losses, *mask)
-        return Output(self.head(self.norm(x_BSD)), losses)
+        loads: dict[int, Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            x_BSD, losses, *load = block(x_BSD, losses, *mask)
+            loads.update((number, load_E) for load_E in load)
+        return Output(self.head(self.norm(x_BSD)), losses, loads)
 
 
-def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Any, ...]:
     """(sum, count) of the next-token loss of a `MoEGPT`, in nats; for `batch` see `gpt.inputs_and_targets`.
 
-    While it trains, its routers' weighted losses count for every token. An evaluation measures what the model
-    predicts, and is compared with models that have none.
+    While it trains, its routers' weighted losses count for every token, and where a bias balances loads,
+    these are returned as metrics, for `balance_loads`. An evaluation measures what the model predicts, and is
+    compared with models that have none.
     """
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(inputs_BS, **positions_of(batch))
@@ -206,4 +242,26 @@ def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tup
     if not model.training:
         return loss, count
     balance, z = output.losses.unbind()
-    return loss + (config.aux_weight * balance + config.z_weight * z) * count, count
+    loss = loss + (config.aux_weight * balance + config.z_weight * z) * count
+    loads = {f"{LOAD}{block}": (load_E, "sum") for block, load_E in output.loads.items()}
+    return (loss, count, loads) if loads else (loss, count)
+
+
+def balance_loads(
+    buffers: Iterable[tuple[str, Tensor]], metrics: MutableMapping[str, Tensor], rate: float
+) -> None:
+    """Move the routers' biases, after each step: up by `rate` for experts with less than the mean load of the
+    step's batch, down for those with more (Wang et al., arXiv 2408.15664, algorithm 1).
+
+    buffers: of a Runner, or a model (`named_buffers()`). metrics: what the step returned besides its loss; in
+    the place of loads (`load.<block>`) it has then by how much the greatest is above the mean, over the mean
+    (`violation.<block>`, that paper's MaxVio).
+    """
+    biases = dict(buffers)
+    for name in [name for name in metrics if name.startswith(LOAD)]:
+        block, load_E = name.removeprefix(LOAD), metrics.pop(name)
+        mean = load_E.mean()
+        metrics[f"violation.{block}"] = load_E.max() / mean - 1
+        bias_E = biases.get(f"blocks.{block}.mlp.router.bias")
+        if bias_E is not None:  # another rank's otherwise
+            bias_E.add_(torch.sign(mean - load_E).to(bias_E), alpha=rate)
