@@ -144,6 +144,7 @@ def improve_order(
         search.tried(SearchPoint(orders=(order,)))
         positions = {index: -float(at) for at, index in enumerate(order)}
         search.tried(SearchPoint(([positions[index] for index in range(len(order))],), (0.0,)))
+        search.settled(ForwardBackward(fine.windows))
     if search.best.peak_bytes > OVER * limit:
         return list_order(graph, limit_bytes=limit)
     return search.best.orders[0]

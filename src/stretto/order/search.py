@@ -192,6 +192,15 @@ class OrderSearch:
                     self.tried(point)
         return self
 
+    def settled(self, move: Move) -> OrderSearch:
+        """What draws have left behind: moves that draw nothing, until one is in vain; itself."""
+        before_us = inf
+        while self.measure_us < before_us and not self.close:
+            before_us, self.stale = self.measure_us, 0
+            for point in move(self):
+                self.tried(point)
+        return self
+
 
 Move = Callable[[OrderSearch], Iterable[SearchPoint]]
 """Neighbours of where a search has come."""
