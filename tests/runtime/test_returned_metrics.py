@@ -162,6 +162,20 @@ def test_in_bfloat16_they_are_summed_in_float64() -> None:
     assert float(metrics["ones"]) == 512.0
 
 
+def test_constants_are_metrics() -> None:
+    def constant(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return model(x).sum(), {"one": torch.tensor(1.0), "three": 3, "ones": (torch.ones(2), "sum")}
+
+    job = stretto.capture(nn.Linear(3, 3), torch.ones(4, 3), constant, stretto.Parallel(microbatches=2))
+    plan = stretto.plan(job, cluster=cores(), order="list")
+    _, metrics = Runner(plan, nn.Linear(3, 3)).step(torch.ones(4, 3))
+    assert {name: value.tolist() for name, value in metrics.items()} == {
+        "one": 1.0,
+        "three": 3.0,
+        "ones": [2.0, 2.0],
+    }
+
+
 def test_check_and_evaluation_take_the_loss() -> None:
     model = Net().double()
     assert not stretto.check(model, batch_of(), parts, stretto.Parallel(microbatches=2)).wrong

@@ -23,9 +23,8 @@ from stretto.ir.metrics import MOST_ELEMENTS, Joined
 
 _library: Any = torch.library.Library("stretto_seen", "DEF")  # type: ignore[no-untyped-call]
 _library.define("observe(Tensor x, str name, str joined) -> Tensor")
-torch.library.register_fake(
-    "stretto_seen::observe", lambda x, name, joined: x.new_empty(x.shape), lib=_library
-)
+# Also of constants, with whose values tracing computes.
+_library.impl("observe", lambda x, name, joined: x.new_empty(x.shape), "CompositeExplicitAutograd")
 
 _observe = torch.ops.stretto_seen.observe
 has_side_effect(_observe.default)
