@@ -1,11 +1,11 @@
-"""Data of every kind: what is predicted of chats, pairs and ids, mixtures by weights, streams; and runs that go
-on from a checkpoint with the same rows, bit for bit."""
+"""Data of every kind: what is predicted of chats, pairs and ids, mixtures by weights, streams; and runs that
+go on from a checkpoint with the same rows, bit for bit."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from stretto.train.records import encoder_of
 from stretto.train.rows import DocumentRows, Table, shares
 from stretto.train.sources import Source, Sources
 from stretto.train.stream import Stream
-from stretto.train.task import task_of
 from stretto.train.text import given_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -68,7 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(where / "tokenizer")
     texts = phrases(400)
     asked, answered = texts[:200], texts[200:]
-    write_rows(where / "chat.jsonl", [{"messages": chat(*both)} for both in zip(asked, answered, strict=True)])
+    write_rows(
+        where / "chat.jsonl", [{"messages": chat(*both)} for both in zip(asked, answered, strict=True)]
+    )
     write_rows(
         where / "pairs.jsonl",
         [{"prompt": a + ": ", "completion": b} for a, b in zip(asked, answered, strict=True)],
@@ -91,7 +92,8 @@ def kinds(folder: Path) -> dict[str, str]:
         "packed chat": f'{own}kind = "chat"\npaths = ["{folder}/chat.jsonl"]\ndocument_masks = true',
         "chat in buckets": f'{own}kind = "chat"\npaths = ["{folder}/chat.jsonl"]\nbucket_lengths = [16]',
         "pairs": f'{own}kind = "pairs"\npaths = ["{folder}/pairs.jsonl"]',
-        "tokens": f'kind = "tokens"\nvocab_size = 300\npaths = ["{folder}/a.npy", "{folder}/b.npy", "{folder}/c.bin"]',
+        "tokens": f'''kind = "tokens"\nvocab_size = 300
+paths = ["{folder}/a.npy", "{folder}/b.npy", "{folder}/c.bin"]''',
         "rows of tokens": f'kind = "tokens"\nvocab_size = 300\npaths = ["{folder}/ids.jsonl"]',
         "3:1": f"""{own}
 [[data.sources]]
@@ -113,7 +115,9 @@ paths = ["{folder}/pairs.jsonl"]""",
     }
 
 
-def write(folder: Path, where: Path, data: str, *, steps: int = 4, run: str = "run", length: int = 32) -> Path:
+def write(
+    folder: Path, where: Path, data: str, *, steps: int = 4, run: str = "run", length: int = 32
+) -> Path:
     """A settings file with these lines of `[data]`."""
     where.mkdir(parents=True, exist_ok=True)
     (where / "text").mkdir(exist_ok=True)
@@ -248,3 +252,244 @@ def test_a_run_goes_on_with_the_same_rows_bit_for_bit(folder: Path, tmp_path: Pa
         assert torch.equal(value, parts.runner.state_dict()[name]), name
     losses, again = (steps_of(tmp_path / run) for run in ("whole", "parts"))
     assert [losses[step]["loss"] for step in range(1, 5)] == [again[step]["loss"] for step in range(1, 5)]
+
+
+class Counted:
+    """A stream of numbers that counts how many were read."""
+
+    def __init__(self, size: int) -> None:
+        self.left, self.read = iter(range(size)), 0
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> int:
+        self.read += 1
+        return next(self.left)
+
+
+class WithState(Counted):
+    """One that has a state, as a `datasets.IterableDataset` has."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = iter(range(state["at"], 20))
+
+
+def one_a_row(read: Any, number: int) -> DocumentRows | None:
+    """Rows of the numbers, but for the third block, of which all are held out."""
+    ids = np.array([one for _, number in read for one in (number, number + 100)], dtype=np.uint16)
+    begins = np.arange(0, len(ids), 2)
+    return None if number == 2 else DocumentRows(Table(ids, None, begins, begins + 2), 4, f"0:{number}")
+
+
+@pytest.mark.parametrize("kind", [Counted, WithState])
+def test_a_stream_goes_on_from_its_state_and_from_none(kind: type[Counted]) -> None:
+    made: list[Counted] = []
+
+    def begin() -> Counted:
+        made.append(kind(20))
+        return made[-1]
+
+    def rows(stream: Stream, begin: int, end: int) -> list[int]:
+        return stream.rows(np.arange(begin, end))["input_ids"][:, 0].tolist()  # type: ignore[index]
+
+    stream = Stream(begin, one_a_row, 6, "data")
+    seen = rows(stream, 0, 5) + rows(stream, 5, 17)
+    assert sorted(seen[:14]) == [*range(12), 18, 19], "6, 6, none of 6, 2"
+    assert seen[:6] != sorted(seen[:6])
+    at = json.loads(json.dumps(stream.state))
+    assert at["first"] == 14
+    later = rows(stream, 17, 25)
+    other = Stream(begin, one_a_row, 6, "data")
+    other.restore(at)
+    assert rows(other, 17, 25) == later
+    assert rows(other, 3, 9) == seen[3:9], "a step back"
+    assert rows(Stream(begin, one_a_row, 6, "data"), 17, 25) == later, "without a state"
+    halfway = Stream(begin, one_a_row, 6, "data")
+    rows(halfway, 0, 8)
+    behind = Stream(begin, one_a_row, 6, "data")
+    behind.restore(halfway.state)
+    assert rows(behind, 8, 12) == seen[8:12]
+    assert made[-1].read == (12 if kind is Counted else 6), "what has no state is passed over"
+
+
+def test_a_stream_that_ends_in_an_error_or_has_nothing() -> None:
+    def broken() -> Any:
+        yield 1
+        raise OSError("the network is down")
+
+    with pytest.raises(StrettoError, match=r"data.stream cannot be read: the network is down; .* resume"):
+        Stream(broken, one_a_row, 6, "data").rows(np.arange(3))
+    with pytest.raises(UsageError, match=r"data.stream has no row to train on"):
+        Stream(list, one_a_row, 6, "data").rows(np.arange(3))
+
+
+def test_a_changed_file_is_noticed_and_equal_rows_are_on_one_side(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": a, "completion": "yes"} for a in phrases(100)] * 2
+    pairs = write_rows(tmp_path / "pairs.jsonl", rows)
+    data = f'tokenizer = "{folder}/tokenizer"\nkind = "pairs"\npaths = ["{pairs}"]'
+    path = write(tmp_path, tmp_path, data)
+    source = source_of(path)
+
+    def side(rows_of: Any, count: int) -> set[tuple[int, ...]]:
+        return set(map(tuple, rows_of(np.arange(count))["input_ids"].tolist()))
+
+    train_rows, held_out = side(source.train, 400), side(source.held_out, 400)
+    assert not train_rows & held_out
+    assert 2 < len(held_out) < 30 < len(train_rows)
+    assert source_of(path).digest == source.digest
+    train(path, "training.steps=2")
+    write_rows(pairs, [{"prompt": "no", "completion": "yes"}, *rows])
+    assert source_of(path).digest != source.digest
+
+
+def test_what_has_changed_since_a_checkpoint_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(folder, tmp_path, kinds(folder)["pairs"], steps=2)
+    train(path)
+    train(path, "training.steps=3")
+    assert "has changed" not in capsys.readouterr().out
+    train(path, "training.steps=4", f"data.paths=[{folder}/pairs.jsonl, {folder}/pairs.jsonl]", "data.seed=3")
+    assert "has changed" not in capsys.readouterr().out
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": a, "completion": a} for a in phrases(50, 1)])
+    train(path, "training.steps=5", f"data.paths=[{other}]")
+    assert "note: the data has changed since step 4: rows go on by their number" in capsys.readouterr().out
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ('kind = "chats"', "did you mean 'chat'?"),
+        ('kind = "chat"\ntokenizer = "t"', "data.paths is empty: name files of chat"),
+        ('kind = "chat"\npaths = ["x"]', "learned of a single source of plain text alone: name a folder"),
+        ('stream = "json"\npaths = ["x"]', "learned of a single source of plain text alone"),
+        ('split = "test"', "data.split is of a stream: drop it"),
+        ('prompt_field = "q"', "data.prompt_field is of kind = 'pairs', and data.kind = 'text': drop it"),
+        ('tokenizer = "t"\nvocab_size = 300', "data.tokenizer = 't' brings its own: drop it"),
+        ('paths = ["x"]\n[[data.sources]]\n', "data.paths is of one source, and data.sources has several"),
+        ("[[data.sources]]\nweight = 0.0", "data.sources[0].weight = 0.0: input should be greater"),
+        ('[[data.sources]]\nkind = "tokens"', "data.sources[0].paths is empty: name files of tokens"),
+    ],
+)
+def test_settings_that_do_not_fit(folder: Path, tmp_path: Path, data: str, words: str) -> None:
+    with pytest.raises(UsageError) as told:
+        load_settings(write(folder, tmp_path, data))
+    assert words in str(told.value)
+
+
+NO_TEXT = "there is no text in the field 'completion' (there is: 'prompt'); set data.prompt_field and"
+CHATS: dict[str, tuple[Any, str]] = {
+    "no chat": ({"text": "x"}, "rows.jsonl:3: a chat has `messages`"),
+    "no role": ({"messages": [{"content": "x"}]}, "rows.jsonl:3: a message has no role"),
+    "an answer first": ({"messages": chat("a", "b")[1:]}, "rows.jsonl:3: the chat begins with an answer"),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_that_are_none(folder: Path, tmp_path: Path, name: str) -> None:
+    row, words = CHATS[name]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": chat("a", "b")}] * 2 + [row])
+    with pytest.raises(UsageError) as told:
+        source_of(
+            write(folder, tmp_path, f'kind = "chat"\ntokenizer = "{folder}/tokenizer"\npaths = ["{rows}"]')
+        )
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the tokenizer has no chat template: take a folder whose tokenizer has one"),
+        (FORGETFUL, "chat.jsonl:1: message 2 is an answer whose place cannot be told"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "chat.jsonl:1: the tokenizer's chat template refuses it",
+        ),
+    ],
+)
+def test_templates_that_do_not_do(tmp_path: Path, template: str | None, words: str) -> None:
+    rows = write_rows(tmp_path / "chat.jsonl", [{"messages": [*chat("a", "b"), *chat("c", "d")]}] * 3)
+    own = write_tokenizer(tmp_path / "tokenizer", template)
+    data = f'kind = "chat"\ntokenizer = "{own}"\npaths = ["{rows}"]'
+    with pytest.raises(UsageError) as told:
+        source_of(write(tmp_path, tmp_path, data))
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"ids": [1]}, "input_ids is a list of integers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "rows.jsonl:2: input_ids is a list of integers"),
+        ({"input_ids": [1, 2], "labels": [2, 3]}, "rows.jsonl:2: labels has 2 where input_ids has 1"),
+        ({"input_ids": [1, 300]}, "there are ids from 1 to 300, and 300 tokens: name the tokenizer"),
+    ],
+)
+def test_ids_that_are_none(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2]}, row])
+    with pytest.raises(UsageError) as told:
+        source_of(write(tmp_path, tmp_path, f'kind = "tokens"\nvocab_size = 300\npaths = ["{rows}"]'))
+    assert words in str(told.value)
+
+
+def test_files_that_are_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "square.npy", np.zeros((3, 3)))
+    np.save(tmp_path / "short.npy", np.zeros(40, np.uint16))
+    np.save(tmp_path / "other.npy", np.full(900, 300))
+    (tmp_path / "no.npy").write_bytes(b"none")
+    (tmp_path / "chat.txt").write_text("hello")
+    tokens, chats = 'kind = "tokens"\nvocab_size = 300', f'kind = "chat"\ntokenizer = "{folder}/tokenizer"'
+    for lines, name, words in (
+        (tokens, "square.npy", "has float64 of shape [3, 3]: give integers in one dim"),
+        (tokens, "short.npy", "no file has 33 ids to train on, and as many to keep out"),
+        (tokens, "no.npy", "cannot be read as ids"),
+        (f"{tokens}\ndocument_masks = true", "short.npy", "have no documents"),
+        (chats, "chat.txt", "has no rows of chat: give .jsonl or .parquet"),
+    ):
+        with pytest.raises(UsageError) as told:
+            source_of(write(folder, tmp_path, f'{lines}\npaths = ["{tmp_path}/{name}"]'))
+        assert words in str(told.value)
+    other = source_of(write(folder, tmp_path, f'{tokens}\npaths = ["{tmp_path}/other.npy"]'))
+    with pytest.raises(UsageError, match="there are ids from 300 to 300"):
+        other.train(np.arange(1))
+    missing = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a"}])
+    data = f'kind = "pairs"\ntokenizer = "{folder}/tokenizer"\npaths = ["{missing}"]'
+    with pytest.raises(UsageError) as told:
+        source_of(write(folder, tmp_path, data))
+    assert NO_TEXT in str(told.value)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"data.stream needs datasets: pip install 'stretto\[datasets\]'"):
+        source_of(write(folder, tmp_path, kinds(folder)["stream"]))
+
+
+def test_rows_of_a_parquet_are_those_of_a_jsonl(folder: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("chat", "pairs"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+        data = kinds(folder)[name]
+        one, other = (
+            source_of(write(folder, tmp_path, given))
+            for given in (data, data.replace(f"{folder}/{name}.jsonl", f"{tmp_path}/{name}.parquet"))
+        )
+        assert one.digest == other.digest
+        for left, right in zip(
+            one.train(np.arange(9)).items(), other.train(np.arange(9)).items(), strict=True
+        ):
+            assert left[0] == right[0]
+            assert torch.equal(left[1], right[1])
+
+
+def test_a_stream_that_is_not_there(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    data = kinds(folder)["stream"].replace("text.jsonl", "txet.jsonl")
+    with pytest.raises(UsageError, match=r"data.stream = 'json': datasets cannot open it: "):
+        source_of(write(folder, tmp_path, data))

@@ -99,7 +99,7 @@ def faults_of_data(data: DataSettings, pretrained: str | None) -> Iterator[str]:
     }
     for name in default:
         if data.sources and getattr(data, name) != default[name]:
-            yield f"data.{name} is of one source, and data.sources has several: give it in each of them"
+            yield f"data.{name} is of one source, and data.sources has several: give it in each"
     for key, one, _ in data.each:
         for name in (name for name in default if getattr(one, name) != default[name]):
             if OF_KIND.get(name, one.kind) != one.kind:
@@ -113,14 +113,14 @@ def faults_of_data(data: DataSettings, pretrained: str | None) -> Iterator[str]:
     own = DataSettings.model_fields["vocab_size"].default
     if given and data.vocab_size != own:
         yield (
-            f"data.vocab_size = {data.vocab_size} is of a tokenizer that is learned, and {given[0]} brings its "
-            "own: drop it"
+            f"data.vocab_size = {data.vocab_size} is of a tokenizer that is learned, and {given[0]} brings "
+            "its own: drop it"
         )
     if len(given) > 1:
         yield f"{' and '.join(given)} each bring a tokenizer: drop one"
     is_learned = data.kind == "text" and not data.sources and data.stream is None
     if not given and not is_learned and any(one.kind != "tokens" for _, one, _ in data.each):
         yield (
-            "data.tokenizer: one is learned of a single source of plain text alone: name a folder that has one, "
-            "or a model (model.pretrained)"
+            "data.tokenizer: one is learned of a single source of plain text alone: name a folder that has "
+            "one, or a model (model.pretrained)"
         )
