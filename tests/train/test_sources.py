@@ -407,7 +407,7 @@ def test_chats_that_are_none(folder: Path, tmp_path: Path, name: str) -> None:
     ("template", "words"),
     [
         (None, "the tokenizer has no chat template: take a folder whose tokenizer has one"),
-        (FORGETFUL, "chat.jsonl:1: message 2 is an answer whose place cannot be told"),
+        (FORGETFUL, "chat.jsonl:1: message 2 is an answer that cannot be found"),
         (
             "{{ raise_exception('roles must alternate') }}",
             "chat.jsonl:1: the tokenizer's chat template refuses it",

@@ -92,7 +92,7 @@ OF_STREAM = ("subset", "split", "shuffled_rows")
 
 
 def faults_of_data(data: DataSettings, pretrained: str | None) -> Iterator[str]:
-    """What does not fit within `[data]`, a line each. pretrained: `model.pretrained`, which has a tokenizer."""
+    """What does not fit within `[data]`, a line each. pretrained: `model.pretrained`."""
     default = {
         name: field.get_default(call_default_factory=True)
         for name, field in SourceSettings.model_fields.items()

@@ -40,8 +40,8 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
 from stretto.files.whole_file import saving
 from stretto.train import text as bpe
-from stretto.train.encode import count, encode, token_dtype
-from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
+from stretto.train.encode import GivenTokenizer, count, encode, token_dtype
+from stretto.train.text import TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""

@@ -10,15 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.config.data import SourceSettings
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
 from stretto.models.gpt import IGNORED
-
-if TYPE_CHECKING:
-    from stretto.train.text import GivenTokenizer
+from stretto.train.encode import GivenTokenizer
 
 Record = tuple[str, Any]
 """Where a row is, for messages, and the row."""
@@ -172,13 +170,13 @@ def _chats(given: GivenTokenizer, key: str) -> Encoder:
         chats = [_messages(*row) for row in rows]
         try:
             if is_marked:
-                made = tokenizer.apply_chat_template(
+                both = tokenizer.apply_chat_template(
                     chats, return_assistant_tokens_mask=True, return_dict=True
                 )
-                return [*zip(made["input_ids"], made["assistant_masks"])]
-            told = [_answers(tokenizer, row[0], chat) for row, chat in zip(rows, chats)]
-            found = given.tokenizer.encode_batch([text for text, _ in told], add_special_tokens=False)
-            return [(one.ids, _counts(one.offsets, spans)) for one, (_, spans) in zip(found, told)]
+                return [*zip(both["input_ids"], both["assistant_masks"])]
+            made = [_answers(tokenizer, row[0], chat) for row, chat in zip(rows, chats)]
+            found = given.tokenizer.encode_batch([text for text, _ in made], add_special_tokens=False)
+            return [(one.ids, _counts(one.offsets, spans)) for one, (_, spans) in zip(found, made)]
         except UsageError:
             raise
         except Exception as error:  # of the template: whatever it raises for what it does not take
@@ -217,7 +215,7 @@ def _answers(tokenizer: Any, where: str, chat: list[dict[str, Any]]) -> tuple[st
             before, upto = text_of(chat[:at], prompt=True), text_of(chat[: at + 1])
             if not upto.startswith(before) or not full.startswith(upto):
                 raise UsageError(
-                    f"{where}: message {at + 1} is an answer whose place cannot be told: the text of the "
+                    f"{where}: message {at + 1} is an answer that cannot be found: the text of the "
                     "messages up to it does not begin the text of all. Mark answers in the chat template "
                     "({% generation %} ... {% endgeneration %})"
                 )

@@ -100,7 +100,7 @@ class DocumentRows:
         how: Together = "each",
         what: str = "data.paths",
     ) -> None:
-        """how: each document has a row; or as many whole ones as fit have one, apart by positions; or all are
+        """how: each document has a row; or as many full ones as fit have one, apart by positions; or all are
         one. Raises UsageError, which begins with `what`, where nothing is predicted."""
         self._table, self._length, self._seed, self._packed = table, length, seed, how == "packed"
         begins, ends = table.begins, table.ends

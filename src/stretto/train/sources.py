@@ -26,18 +26,18 @@ from stretto.files.kept import cache_dir
 from stretto.files.say import Say
 from stretto.models.gpt import inputs_and_targets
 from stretto.train import data as cache
-from stretto.train.encode import count, token_dtype
+from stretto.train.encode import GivenTokenizer, count, token_dtype
 from stretto.train.records import Document, Record, columns_of, encoder_of, records_in
 from stretto.train.rows import DocumentRows, Rows, RowsOf, Table, Together, Windows, mixed, table_of
 from stretto.train.stream import Stream, opened
-from stretto.train.text import GivenTokenizer, TextFile, find_files
+from stretto.train.text import TextFile, find_files
 
 FLAT = (".npy", ".bin")
 """Suffixes of files of nothing but ids."""
 GROUP = 512
 """Rows that are made into tokens together. Assumed: enough for every thread."""
 SEEN, SEEN_IDS = 64, 1 << 18
-"""Such files are told apart by so many blocks, of so many ids, taken evenly."""
+"""The digest of such a file is of so many blocks, of so many ids, taken evenly."""
 
 
 @dataclass(frozen=True, slots=True)

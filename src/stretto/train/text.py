@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from stretto.errors import UsageError, near_path
 from stretto.files.say import Say
 from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint_files import TOKENIZER
-from stretto.train.encode import count
+from stretto.train.encode import GivenTokenizer, count
 from stretto.train.records import json_rows, parquet_rows, texts_in
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -178,18 +178,6 @@ def _plain_text_only(tokenizer: Tokenizer) -> Tokenizer:
     # A text that happens to have END_OF_TEXT's own letters is text like any other. Not kept by `to_str`.
     tokenizer.encode_special_tokens = True
     return tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GivenTokenizer:
-    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it. A
-    tokenizer that `learn` made has no such tokens before, and its first behind."""
-
-    tokenizer: Tokenizer
-    begin: tuple[int, ...] = ()
-    end: int = 0
-    of_transformers: Any = field(default=None, compare=False)
-    """As that library loads it, with the template of a chat; None for one that `stretto export` wrote."""
 
 
 def given_tokenizer(model: Model, named: str | None = None) -> GivenTokenizer | None:
