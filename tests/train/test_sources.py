@@ -387,7 +387,7 @@ def test_settings_that_do_not_fit(folder: Path, tmp_path: Path, data: str, words
 NO_TEXT = "there is no text in the field 'completion' (there is: 'prompt'); set data.prompt_field and"
 CHATS: dict[str, tuple[Any, str]] = {
     "no chat": ({"text": "x"}, "rows.jsonl:3: a chat has `messages`"),
-    "no role": ({"messages": [{"content": "x"}]}, "rows.jsonl:3: a message has no role"),
+    "no role": ({"messages": [{"content": "x"}]}, "rows.jsonl:3: a chat has `messages`"),
     "an answer first": ({"messages": chat("a", "b")[1:]}, "rows.jsonl:3: the chat begins with an answer"),
 }
 

@@ -93,15 +93,12 @@ OF_STREAM = ("subset", "split", "shuffled_rows")
 
 def faults_of_data(data: DataSettings, pretrained: str | None) -> Iterator[str]:
     """What does not fit within `[data]`, a line each. pretrained: `model.pretrained`."""
-    default = {
-        name: field.get_default(call_default_factory=True)
-        for name, field in SourceSettings.model_fields.items()
-    }
-    for name in default:
-        if data.sources and getattr(data, name) != default[name]:
+    default, names = SourceSettings(), [*SourceSettings.model_fields]
+    for name in names:
+        if data.sources and getattr(data, name) != getattr(default, name):
             yield f"data.{name} is of one source, and data.sources has several: give it in each"
     for key, one, _ in data.each:
-        for name in (name for name in default if getattr(one, name) != default[name]):
+        for name in (name for name in names if getattr(one, name) != getattr(default, name)):
             if OF_KIND.get(name, one.kind) != one.kind:
                 yield f"{key}.{name} is of kind = {OF_KIND[name]!r}, and {key}.kind = {one.kind!r}: drop it"
             if name in OF_STREAM and one.stream is None:

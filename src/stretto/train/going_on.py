@@ -61,10 +61,8 @@ def check_compatible(
             "back, or start again with --no-resume"
         )
     changed = state.data is not None and state.data["digest"] != task.digest
-    lines = (
-        [f"{task.source} has changed since step {state.step}: rows go on by their number"] if changed else []
-    )
-    return lines + [
+    notes = [f"{task.source} has changed since step {state.step}: rows go on by their number"] * changed
+    return notes + [
         f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"
         for key in differing
         if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)

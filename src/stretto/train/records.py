@@ -67,11 +67,9 @@ def parquet_rows(path: Path, columns: Sequence[str], is_text: bool) -> Iterator[
                 there = ", ".join(f"{one.name} ({one.type})" for one in schema)
                 of, do = ("of text ", "; set data.text_field") if is_text else ("", "")
                 raise UsageError(f"{path}: there is no column {of}{columns[0]!r} (there is: {there}){do}")
-            number = 0
-            for batch in table.iter_batches(batch_size=1024, columns=known):
-                for row in batch.to_pylist():
-                    yield f"{path}, row {number}", row
-                    number += 1
+            batches = table.iter_batches(batch_size=1024, columns=known)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except pyarrow.ArrowException as error:
         raise UsageError(f"data.paths: {path} cannot be read as parquet: {error}") from None
 
@@ -123,34 +121,30 @@ def encoder_of(source: SourceSettings, given: GivenTokenizer | None, key: str) -
     def encode(rows: Sequence[Record]) -> list[Document]:
         texts = [text for row in rows for text in texts_in(row, columns, setting)]
         ids = [one.ids for one in given.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        before = ids[::2] if source.kind == "pairs" else [[]] * len(ids)
-        made: list[Document] = []
-        for prompt, rest in zip(before, ids[1::2] if source.kind == "pairs" else ids):
-            prompt = [*given.begin, *prompt]
-            made.append(([*prompt, *rest, given.end], [0] * len(prompt) + [1] * (len(rest) + 1)))
-        return made
+        prompts = ids[::2] if len(columns) == 2 else [[]] * len(ids)
+        sides = zip(prompts, ids[len(columns) - 1 :: len(columns)])
+        made = [([*given.begin, *prompt], [*rest, given.end]) for prompt, rest in sides]
+        return [(prompt + rest, [0] * len(prompt) + [1] * len(rest)) for prompt, rest in made]
 
     return encode
 
 
 def _made_before(where: str, row: Any) -> Document:
-    found = [row.get(n) if isinstance(row, dict) else None for n in ("input_ids", "labels", "attention_mask")]
-    ids = found[0] or []
-    for one in found:
-        if one is not found[0] and one is None:
-            continue
+    names = ("input_ids", "labels", "attention_mask")
+    found: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in names]
+    ids, labels, seen = found
+    for one in (ids, *(one for one in (labels, seen) if one is not None)):
         if not isinstance(one, list) or len(one) != len(ids) or any(type(n) is not int for n in one):
             raise UsageError(
                 f"{where}: input_ids is a list of integers; labels and attention_mask, if any, as long ones"
             )
-    labels, seen = found[1] or ids, found[2] or [1] * len(ids)
-    kept = [(one, label) for one, label, is_seen in zip(ids, labels, seen) if is_seen]
-    for one, label in kept:
-        if label not in (one, IGNORED):
-            raise UsageError(
-                f"{where}: labels has {label} where input_ids has {one}: give the same id where it is "
-                f"predicted, and {IGNORED} where it is not (labels are not shifted)"
-            )
+    both = zip(ids, ids if labels is None else labels, [1] * len(ids) if seen is None else seen)
+    kept = [(one, label) for one, label, is_seen in both if is_seen]
+    if wrong := [(one, label) for one, label in kept if label not in (one, IGNORED)]:
+        raise UsageError(
+            f"{where}: labels has {wrong[0][1]} where input_ids has {wrong[0][0]}: give the same id "
+            f"where it is predicted, and {IGNORED} where it is not (labels are not shifted)"
+        )
     return [one for one, _ in kept], [int(label != IGNORED) for _, label in kept]
 
 
@@ -188,17 +182,17 @@ def _chats(given: GivenTokenizer, key: str) -> Encoder:
 
 
 def _messages(where: str, row: Any) -> list[dict[str, Any]]:
-    found = row.get("messages") or row.get("conversations") if isinstance(row, dict) else None
-    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+    found = (row.get("messages") or row.get("conversations")) if isinstance(row, dict) else None
+    found = [one if isinstance(one, dict) else {} for one in found] if isinstance(found, list) else []
+    chat = [
+        {"role": SHARE_GPT.get(one["from"], one["from"]), "content": one.get("value")}
+        if "from" in one
+        else one
+        for one in found
+    ]
+    if not chat or not all(isinstance(one.get("role"), str) for one in chat):
         raise UsageError(f"{where}: a chat {CHAT}")
-    if not row.get("messages"):
-        found = [
-            {"role": SHARE_GPT.get(one.get("from"), one.get("from")), "content": one.get("value")}
-            for one in found
-        ]
-    if not all(isinstance(one.get("role"), str) for one in found):
-        raise UsageError(f"{where}: a message has no role: a chat {CHAT}")
-    return found
+    return chat
 
 
 def _answers(tokenizer: Any, where: str, chat: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:

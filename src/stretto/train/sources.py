@@ -29,7 +29,7 @@ from stretto.train import data as cache
 from stretto.train.encode import GivenTokenizer, count, token_dtype
 from stretto.train.records import Document, Record, columns_of, encoder_of, records_in
 from stretto.train.rows import DocumentRows, Rows, RowsOf, Table, Together, Windows, mixed, table_of
-from stretto.train.stream import Stream, opened
+from stretto.train.stream import Stream, opened, read
 from stretto.train.text import TextFile, find_files
 
 FLAT = (".npy", ".bin")
@@ -133,17 +133,14 @@ class Sources:
         table = Table(tokens, counts if len(counts) else None, np.concatenate([[0], ends[:-1]]), ends)
         train, rest = table.only(~held_out), table.only(held_out)
         self._say(f"{key}: {len(train.ends):,} rows to train on, {len(rest.ends):,} held out, in {folder}")
-        held_out_rows = self._rows(one, rest, 0, key).rows
+        rows, held = self._rows(one, train, data.seed, key).rows, self._rows(one, rest, 0, key).rows
         digest = _digest((folder / cache.MANIFEST).read_text())
-        rows = self._rows(one, train, data.seed, key).rows
-        return Source(rows, held_out_rows, digest, str(folder), self._tokenizer, train)
+        return Source(rows, held, digest, str(folder), self._tokenizer, train)
 
     def _build(self, one: SourceSettings, files: Sequence[TextFile], key: str, folder: Path) -> None:
         """Write the table, and which of its documents are held out."""
         fraction = self._data.held_out_fraction
-        self._begin(
-            f"making tokens of {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB"
-        )
+        self._begin(f"making tokens of the rows of {len(files):,} files")
         records = records_in([file.path for file in files], one, key)
         groups = iter(lambda: list(islice(records, GROUP)), [])
         encode = encoder_of(one, self._given, key)
@@ -239,7 +236,8 @@ class Sources:
                 return None  # nothing of it is predicted
 
         kept: list[Document] = []
-        records = ((f"{key}.stream, row {number}", row) for number, row in enumerate(opened(one, key)))
+        rows = enumerate(read(opened(one, key), key))
+        records = ((f"{key}.stream, row {number}", row) for number, row in rows)
         while len(kept) < self._measured_rows and (group := list(islice(records, GROUP))):
             kept += side(group, is_held_out=True)
         if not kept:

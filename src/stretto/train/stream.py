@@ -10,7 +10,7 @@ the dataset's own state (`state_dict()`), or, where it has none, how many rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -30,7 +30,7 @@ class Stream:
 
     def __init__(self, begin: Callable[[], Any], block: Block, size: int, key: str) -> None:
         """begin: gives the stream from its beginning. size: rows of a block. key: of the settings."""
-        self._begin, self._block, self._size, self._what = begin, block, size, f"{key}.stream"
+        self._begin, self._block, self._size, self._key = begin, block, size, key
         self.restore({})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -61,24 +61,20 @@ class Stream:
         """The rows of this block, or of the next that has some."""
         while self._rows is None:
             before = self.state["read"]
-            try:
-                if self._left is None:
-                    self._source = self._begin()
-                    if self.state["inner"] is not None:
-                        self._source.load_state_dict(self.state["inner"])
-                    self._left = islice(self._source, before if self.state["inner"] is None else 0, None)
-                read = list(islice(self._left, self._size))
-            except StrettoError:
-                raise
-            except Exception as error:  # of a library, the network, or what it has of a file
-                raise StrettoError(f"{self._what} cannot be read: {error}; see to it, and resume") from None
-            if read:
-                records = [(f"{self._what}, row {before + n}", row) for n, row in enumerate(read)]
-                self._rows, self._read = self._block(records, self.state["block"]), len(read)
+            if self._left is None:
+                self._source, passed = self._begin(), before
+                if self.state["inner"] is not None:
+                    self._source.load_state_dict(self.state["inner"])
+                    passed = 0
+                self._left = islice(read(self._source, self._key), passed, None)
+            rows = list(islice(self._left, self._size))
+            if rows:
+                records = [(f"{self._key}.stream, row {before + n}", row) for n, row in enumerate(rows)]
+                self._rows, self._read = self._block(records, self.state["block"]), len(rows)
                 if self._rows is None:
                     self._pass(0)
             elif self._begun == self.state["first"]:
-                raise UsageError(f"{self._what} has no row to train on")
+                raise UsageError(f"{self._key}.stream has no row to train on")
             else:
                 self._begun, self._left = self.state["first"], None
                 self.state = {**self.state, "read": 0, "inner": None}
@@ -90,6 +86,16 @@ class Stream:
         first, block, read = (self.state[name] for name in ("first", "block", "read"))
         self.state = {"first": first + rows, "block": block + 1, "read": read + self._read, "inner": inner}
         self._rows = None
+
+
+def read(rows: Iterable[Any], key: str) -> Iterator[Any]:
+    """The rows of a stream. Raises StrettoError where it ends in an error."""
+    try:
+        yield from rows
+    except StrettoError:
+        raise
+    except Exception as error:  # of a library, of the network, or of what it has of a file
+        raise StrettoError(f"{key}.stream cannot be read: {error}; see to it, and resume") from None
 
 
 def opened(source: SourceSettings, key: str) -> Any:
