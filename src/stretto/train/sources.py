@@ -133,9 +133,9 @@ class Sources:
         table = Table(tokens, counts if len(counts) else None, np.concatenate([[0], ends[:-1]]), ends)
         train, rest = table.only(~held_out), table.only(held_out)
         self._say(f"{key}: {len(train.ends):,} rows to train on, {len(rest.ends):,} held out, in {folder}")
-        rows, held = self._rows(one, train, data.seed, key).rows, self._rows(one, rest, 0, key).rows
+        rows, kept = (self._rows(one, of, seed, key).rows for of, seed in ((train, data.seed), (rest, 0)))
         digest = _digest((folder / cache.MANIFEST).read_text())
-        return Source(rows, held, digest, str(folder), self._tokenizer, train)
+        return Source(rows, kept, digest, str(folder), self._tokenizer, train)
 
     def _build(self, one: SourceSettings, files: Sequence[TextFile], key: str, folder: Path) -> None:
         """Write the table, and which of its documents are held out."""
@@ -180,14 +180,15 @@ class Sources:
     def _mapped(self, path: Path, key: str) -> cache.Tokens:
         is_npy = path.suffix.lower() == ".npy"
         try:
-            ids = np.load(path, "r") if is_npy else np.memmap(path, token_dtype(self._vocab_size), "r")
+            ids: cache.Tokens = (
+                np.load(path, "r") if is_npy else np.memmap(path, token_dtype(self._vocab_size), "r")
+            )
         except (OSError, ValueError) as error:
             raise UsageError(f"{key}.paths: {path} cannot be read as ids: {error}") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             what = f"{ids.dtype} of shape {list(ids.shape)}"
             raise UsageError(f"{key}.paths: {path} has {what}: give integers in one dim")
-        found: cache.Tokens = ids
-        return found
+        return ids
 
     def _flat(self, files: list[cache.Tokens], key: str) -> Source:
         """The end of each file is held out; windows go over none, and files are read evenly."""
