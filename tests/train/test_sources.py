@@ -23,7 +23,7 @@ from stretto.models.gpt import IGNORED
 from stretto.train.records import encoder_of
 from stretto.train.rows import DocumentRows, Table, shares
 from stretto.train.sources import Source, Sources
-from stretto.train.stream import Stream
+from stretto.train.stream import RowStream
 from stretto.train.text import given_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -293,24 +293,24 @@ def test_a_stream_goes_on_from_its_state_and_from_none(kind: type[Counted]) -> N
         made.append(kind(20))
         return made[-1]
 
-    def rows(stream: Stream, begin: int, end: int) -> list[int]:
+    def rows(stream: RowStream, begin: int, end: int) -> list[int]:
         return stream.rows(np.arange(begin, end))["input_ids"][:, 0].tolist()  # type: ignore[index]
 
-    stream = Stream(begin, one_a_row, 6, "data")
+    stream = RowStream(begin, one_a_row, 6, "data")
     seen = rows(stream, 0, 5) + rows(stream, 5, 17)
     assert sorted(seen[:14]) == [*range(12), 18, 19], "6, 6, none of 6, 2"
     assert seen[:6] != sorted(seen[:6])
     at = json.loads(json.dumps(stream.state))
     assert at["first"] == 14
     later = rows(stream, 17, 25)
-    other = Stream(begin, one_a_row, 6, "data")
+    other = RowStream(begin, one_a_row, 6, "data")
     other.restore(at)
     assert rows(other, 17, 25) == later
     assert rows(other, 3, 9) == seen[3:9], "a step back"
-    assert rows(Stream(begin, one_a_row, 6, "data"), 17, 25) == later, "without a state"
-    halfway = Stream(begin, one_a_row, 6, "data")
+    assert rows(RowStream(begin, one_a_row, 6, "data"), 17, 25) == later, "without a state"
+    halfway = RowStream(begin, one_a_row, 6, "data")
     rows(halfway, 0, 8)
-    behind = Stream(begin, one_a_row, 6, "data")
+    behind = RowStream(begin, one_a_row, 6, "data")
     behind.restore(halfway.state)
     assert rows(behind, 8, 12) == seen[8:12]
     assert made[-1].read == (12 if kind is Counted else 6), "what has no state is passed over"
@@ -322,9 +322,9 @@ def test_a_stream_that_ends_in_an_error_or_has_nothing() -> None:
         raise OSError("the network is down")
 
     with pytest.raises(StrettoError, match=r"data.stream cannot be read: the network is down; .* resume"):
-        Stream(broken, one_a_row, 6, "data").rows(np.arange(3))
+        RowStream(broken, one_a_row, 6, "data").rows(np.arange(3))
     with pytest.raises(UsageError, match=r"data.stream has no row to train on"):
-        Stream(list, one_a_row, 6, "data").rows(np.arange(3))
+        RowStream(list, one_a_row, 6, "data").rows(np.arange(3))
 
 
 def test_a_changed_file_is_noticed_and_equal_rows_are_on_one_side(folder: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from stretto.train import data as cache
 from stretto.train.encode import GivenTokenizer, count, token_dtype
 from stretto.train.records import Document, Record, columns_of, encoder_of, records_in
 from stretto.train.rows import DocumentRows, Rows, RowsOf, Table, Together, Windows, mixed, table_of
-from stretto.train.stream import Stream, opened, read
+from stretto.train.stream import RowStream, opened, read
 from stretto.train.text import TextFile, find_files
 
 FLAT = (".npy", ".bin")
@@ -51,7 +51,7 @@ class Source:
     where: str
     tokenizer: Tokenizer | None
     table: Table | None = None
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[RowStream, ...] = ()
     unigram_entropy_nats: float | None = None
 
 
@@ -244,7 +244,7 @@ class Sources:
         if not kept:
             raise UsageError(f"{key}.stream: none of its rows is held out: set data.held_out_fraction higher")
         held_out = self._rows(one, self._tabled(kept, key)[0], 0, key).rows
-        stream = Stream(partial(opened, one, key), block, one.shuffled_rows, key)
+        stream = RowStream(partial(opened, one, key), block, one.shuffled_rows, key)
         where, digest = f"{key}.stream = {one.stream!r}", _digest(json.dumps(kept))
         return Source(stream.rows, held_out, digest, where, self._tokenizer, streams=(stream,))
 

@@ -25,7 +25,7 @@ Block = Callable[[Sequence[Record], int], DocumentRows | None]
 """Rows as they were read, and the number of their block -> the rows to train on, if any."""
 
 
-class Stream:
+class RowStream:
     """The rows of a stream by their numbers, which ascend from call to call; a step back begins again."""
 
     def __init__(self, begin: Callable[[], Any], block: Block, size: int, key: str) -> None:
