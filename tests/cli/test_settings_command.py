@@ -27,7 +27,7 @@ def test_every_setting_is_printed_with_its_default_and_words_on_80_columns() -> 
     text = said("settings")
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
-    assert {one.name for one in sections()} == {"", *TrainSettings.model_fields} - {
+    assert {one.name for one in sections()} == {"", "data.sources", *TrainSettings.model_fields} - {
         "name",
         "precision",
         "compile",

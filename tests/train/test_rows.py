@@ -22,7 +22,7 @@ from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.models.build import huggingface_sum
 from stretto.models.gpt import IGNORED, cross_entropy, next_token_sum
-from stretto.train.rows import Buckets, apart
+from stretto.train.rows import Buckets, apart, table_of
 
 END = 0
 DOCUMENTS = [5, 1, 9, 3, 30, 12, 2, 7, 4, 4, 6, 21]
@@ -96,7 +96,7 @@ def test_documents_in_a_row_are_as_if_each_were_alone(name: str, layout: dict[st
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_buckets_have_every_token_once(global_batch: int, multiple: int) -> None:
     tokens, lengths = text(), (4, 8, 16)
-    buckets = Buckets(tokens, END, lengths, 3, multiple)
+    buckets = Buckets(table_of(tokens, END), lengths, 3, multiple)
     steps = buckets.batches(global_batch)
     # 30 is 29 predicted: 16 and 13; 21 is 16 and 4; one token predicts nothing.
     assert buckets.rows == (6, 3, 4)
@@ -123,7 +123,7 @@ def test_buckets_have_every_token_once(global_batch: int, multiple: int) -> None
         )
         epochs.append(predicted)
     assert global_batch == 8 or epochs[0] != epochs[1], "in another order"
-    again = Buckets(tokens, END, lengths, 3, multiple).batch(1, global_batch)
+    again = Buckets(table_of(tokens, END), lengths, 3, multiple).batch(1, global_batch)
     first = buckets.batch(1, global_batch)
     assert isinstance(again, dict)
     assert isinstance(first, dict)
@@ -132,7 +132,7 @@ def test_buckets_have_every_token_once(global_batch: int, multiple: int) -> None
 
 def test_text_without_a_row() -> None:
     with pytest.raises(UsageError, match="no document of the text has two tokens"):
-        Buckets(np.array([END, END]), END, (4,), 0)
+        Buckets(table_of(np.array([END, END]), END), (4,), 0)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,9 @@ def settings(
 
 def _named(name: str, known: list[Section]) -> Iterator[Section]:
     """The sections of a table, or with one of their rows. Raises UsageError for a name that none has."""
-    table, _, key = name.partition(".")
+    within = [one.name for one in known if f"{name}.".startswith(f"{one.name}.")]
+    table = max(within, key=len, default=name.partition(".")[0])
+    key = name[len(table) + 1 :]
     tops = {row.key: "" for row in known[0].rows}
     table, key = (table, key) if table not in tops else (tops[table], table)
     chosen = [section for section in known if section.name == table]

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stretto.config.data import DataSettings as DataSettings
+from stretto.config.data import faults_of_data
 from stretto.config.experts import faults_of_experts
 from stretto.config.model import DecoderSettings as DecoderSettings
 from stretto.config.model import GPTSettings as GPTSettings
@@ -28,35 +30,6 @@ from stretto.config.stage_text import evenly, read_stages
 from stretto.files.say import Say, silent
 from stretto.files.settings_file import Settings, read_settings
 from stretto.ir.stage_maps import unknown_schedule
-
-
-class DataSettings(Settings):
-    """Which text to train on, and how it becomes tokens."""
-
-    paths: list[str] = Field(default_factory=list)
-    """Files and folders (UTF-8 text, .jsonl, .parquet), relative to the working directory; none means the
-    Python standard library's own source files."""
-    sequence_length: int = Field(default=256, ge=1, le=2**31 - 1)
-    """Tokens that the model sees at once."""
-    document_masks: bool = False
-    """Whether tokens see those of their own document alone, where a row has several; positions begin again
-    with each, and the first token of the next is not predicted from the one before."""
-    bucket_lengths: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(default_factory=list)
-    """Each row is one document, filled up to the least of these lengths and `sequence_length`, and the rows
-    of a step are of one of them; none means windows of all documents, one behind the other. Each length has
-    a plan of its own."""
-    vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
-    """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned. A model that is
-    `pretrained` brings its own."""
-    held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
-    """Share of the text that is never trained on."""
-    text_field: str = Field(default="text", min_length=1)
-    """The field (.jsonl) or column (.parquet) of the text."""
-    cache_dir: str | None = Field(default=None, min_length=1)
-    """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the order in which sequences are visited."""
-
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # TOML has no tuples: its list becomes one here, which strict reading would refuse.
@@ -250,13 +223,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
-    own = DataSettings.model_fields["vocab_size"].default
     checked = (
-        (
-            model.pretrained is not None and settings.data.vocab_size != own,
-            f"data.vocab_size = {settings.data.vocab_size} is of a tokenizer that is learned, and "
-            f"model.pretrained = {model.pretrained!r} brings its own: drop it",
-        ),
         (
             parallel.clip_norm is not None,
             f"parallel.clip_norm = {parallel.clip_norm} is optimizer.grad_clip_norm in the settings of a "
@@ -285,6 +252,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         ),
     )
     faults += [fault for wrong, fault in checked if wrong]
+    faults += faults_of_data(settings.data, model.pretrained)
     for key, one in (("sequence_length", length), *(("bucket_lengths", bucket) for bucket in buckets)):
         if parallel.cp > 1 and one % (2 * parallel.cp):
             faults.append(

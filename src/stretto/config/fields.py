@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings, TrainSettings
+from stretto.config.data import WeightedSource
 from stretto.files.settings_file import Settings
 
 
@@ -43,6 +44,8 @@ def sections() -> Iterator[Section]:
         for kind in (GPTSettings, MoESettings, HuggingFaceSettings) if name == "model" else one:
             if isinstance(kind, type) and issubclass(kind, Settings):
                 yield section_of(name, kind)
+        if name == "data":
+            yield section_of("data.sources", WeightedSource)
 
 
 def section_of(name: str, of: type[BaseModel]) -> Section:

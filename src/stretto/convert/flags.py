@@ -292,8 +292,8 @@ activations stay on the device; parallel.recompute, with a number of bytes, keep
     moe-adaptive-recompute-activation moe-adaptive-recompute-activation-scale:f
     distribute-saved-activations enable-recompute-layers-per-pp-rank
 
-Stretto reads text (.txt, .jsonl, .parquet), not files of token ids: give the text as data.paths, else the
-Python standard library's own source is trained on
+give the text, or the .bin of ids with data.kind = "tokens", as data.paths: else the Python standard library's
+own source is trained on
     data-path:m train-data-path:m valid-data-path:m test-data-path:m data-args-path:t
     per-split-data-args-path:t mock-data
 

@@ -33,7 +33,7 @@ from stretto.train.task import Task
 from stretto.train.world import World
 
 OWN = (
-    *("name", "data.paths", "data.cache_dir", "model.pretrained", "task.file"),
+    *("name", "data.paths", "data.tokenizer", "data.cache_dir", "model.pretrained", "task.file"),
     *("checkpoint.dir", "checkpoint.resume", "output.run_dir", "training.threads_per_rank"),
 )
 """Settings that each machine may have to itself: where things are, and how fast it computes. What is read

@@ -16,12 +16,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from stretto.errors import UsageError, near_path
-from stretto.files.codec import Fits
+from stretto.files.codec import WHERE_SET, Fits
 from stretto.files.typed_file import TypedFile
 from stretto.files.whole_file import saving
 from stretto.saving.digests import METADATA, read_checked
@@ -40,13 +40,15 @@ Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "an integer from 0
 class CheckpointState:
     """What a checkpoint has beside its tensors.
 
-    step: optimizer steps done. draws: steps that have drawn random numbers. settings: those of the run.
+    step: optimizer steps done. draws: steps that have drawn random numbers. settings: those of the run. data:
+    what `Task.state` gave.
     """
 
     step: Count
     draws: Count
     vocab_size: Count
     settings: dict[str, Any]
+    data: dict[str, Any] | None = field(default=None, metadata=WHERE_SET)
 
 
 FILE = TypedFile(CheckpointState, "stretto checkpoint", 1, "checkpoint", "Take another one")

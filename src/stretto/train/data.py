@@ -40,8 +40,8 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
 from stretto.files.whole_file import saving
 from stretto.train import text as bpe
-from stretto.train.encode import count, encode, token_dtype
-from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
+from stretto.train.encode import GivenTokenizer, count, encode, token_dtype
+from stretto.train.text import TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
@@ -313,13 +313,11 @@ class TokenDataset:
 
         With the same `global_batch`, steps 0, 1, 2, ... go through one epoch after another.
         """
-        visits = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
-        epochs, visits = np.divmod(visits, self.windows)
-        windows = np.empty_like(visits)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            windows[now] = permute(visits[now], self.windows, f"{self.seed}:{epoch}")
-        starts = windows * self.sequence_length
+        return self.rows(np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64))
+
+    def rows(self, visits: npt.NDArray[np.int64]) -> Tensor:
+        """The sequences of visits 0, 1, 2, ..., of one epoch after another, as `batch`."""
+        starts = order_of(visits, self.windows, self.seed) * self.sequence_length
         index = starts[:, None] + np.arange(self.sequence_length + 1)
         return torch.from_numpy(self.tokens[index].astype(np.int64))
 
@@ -341,6 +339,16 @@ def _counts(tokens: Tokens, vocab_size: int) -> npt.NDArray[np.int64]:
     for start in range(0, len(tokens), 1 << 24):
         counts += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab_size)
     return counts
+
+
+def order_of(visits: npt.NDArray[np.int64], size: int, seed: int | str) -> npt.NDArray[np.int64]:
+    """Which of `size` things each visit is of: all of them in every epoch, in another order each time."""
+    epochs, visits = np.divmod(visits, size)
+    chosen = np.empty_like(visits)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        chosen[now] = permute(visits[now], size, f"{seed}:{epoch}")
+    return chosen
 
 
 def permute(numbers: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,18 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 _BEGIN, _END = 0, 1
 """Rows of what is before a document and behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokenizer:
+    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it. A
+    tokenizer that is learned has no such tokens before, and its first behind."""
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...] = ()
+    end: int = 0
+    of_transformers: Any = field(default=None, compare=False)
+    """As that library loads it, with the template of a chat; None for one that `stretto export` wrote."""
 
 
 def count(tokenizer: Tokenizer) -> int:

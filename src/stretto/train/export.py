@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 
-from stretto.config import HuggingFaceSettings, Model
+from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.adapters import base_of, is_adapted
 from stretto.models.gpt import GPT
@@ -47,7 +47,7 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
     is_text = read_state(checkpoint).settings.get("task") is None
-    tokenizer = read_kept(checkpoint) if is_text else None
+    tokenizer = read_kept(checkpoint) if is_text and (checkpoint / TOKENIZER).exists() else None
     model, settings = load_model(checkpoint, task_file)
     library = sys.modules.get("transformers")  # which is not imported to find out that a model is none of it
     _, base = base_of(model)
@@ -63,7 +63,7 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
         if not isinstance(model, GPT):
             _save_huggingface(model, settings.model.pretrained if is_text else None, partial)
             if tokenizer is not None:
-                _save_tokenizer(tokenizer, settings.model, partial)
+                _save_tokenizer(tokenizer, settings, partial)
         else:
             save_gpt(model, partial)
             if tokenizer is not None:
@@ -96,24 +96,23 @@ def _save_huggingface(model: nn.Module, pretrained: str | None, output: Path) ->
             shutil.copyfile(weights_folder(pretrained) / GENERATION, output / GENERATION)
 
 
-def _save_tokenizer(text: str, model: Model, output: Path) -> None:
-    """text: of the run's tokenizer. That of a pretrained model is copied with all that it has beside it (the
+def _save_tokenizer(text: str, settings: TrainSettings, output: Path) -> None:
+    """text: of the run's tokenizer. One that settings name is copied with all that it has beside it (the
     template of a chat), as long as it is there and the same."""
     import transformers
 
+    model, named = settings.model, settings.data.tokenizer
     assert isinstance(model, HuggingFaceSettings)
     kind: Any = transformers.PreTrainedTokenizerFast  # carries no types
     own = Tokenizer.from_str(text)
-    if model.pretrained is None:
+    if model.pretrained is None and named is None:
         begin: str | None = END_OF_TEXT
         end: str | None = END_OF_TEXT
     else:
         with suppress(UsageError):
-            given = given_tokenizer(model)
-            if given is not None and given.tokenizer.to_str() == text:
-                auto: Any = transformers.AutoTokenizer
-                tokenizer = auto.from_pretrained(model.pretrained, trust_remote_code=False)
-                tokenizer.save_pretrained(output)
+            given = given_tokenizer(model, named)
+            if given is not None and given.of_transformers is not None and given.tokenizer.to_str() == text:
+                given.of_transformers.save_pretrained(output)
                 return
         begin, end = (_token(own, model.config.get(key)) for key in ("bos_token_id", "eos_token_id"))
     kind(tokenizer_object=own, eos_token=end, bos_token=begin).save_pretrained(output)

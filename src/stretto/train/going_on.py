@@ -60,7 +60,9 @@ def check_compatible(
             f"{what}, so that the {task.unit} are others than those of the checkpoint {checkpoint}: set it "
             "back, or start again with --no-resume"
         )
-    return [
+    changed = state.data is not None and state.data["digest"] != task.digest
+    notes = [f"{task.source} has changed since step {state.step}: rows go on by their number"] * changed
+    return notes + [
         f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"
         for key in differing
         if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)

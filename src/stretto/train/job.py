@@ -23,8 +23,10 @@ from stretto.models.build import build_model, counted_loss_function, hollow, sha
 from stretto.models.weight_files import weights_folder, weights_of
 from stretto.parallelize.layout import RankLayout, layout_of
 from stretto.train.checkpoint_files import latest_in
+from stretto.train.encode import count
 from stretto.train.rows import Rows, example_of
 from stretto.train.task import Task, check_files, own_task
+from stretto.train.text import given_tokenizer
 
 if TYPE_CHECKING:
     from stretto.capturing.captures import Captures
@@ -111,10 +113,12 @@ def likely_vocab_size(settings: TrainSettings) -> int:
     The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
     fewer, and a training run then plans for those. A model that is pretrained has its own number.
     """
-    model, tokens = settings.model, settings.data.vocab_size
+    model, tokens, named = settings.model, settings.data.vocab_size, settings.data.tokenizer
     rows = model.config.get("vocab_size") if isinstance(model, HuggingFaceSettings) else model.vocab_size
     if settings.task is None and model.pretrained is not None:
         return int(rows or 0)
+    given = given_tokenizer(model, named) if named is not None and settings.task is None else None
+    tokens = tokens if given is None else count(given.tokenizer)
     return min(int(rows), tokens) if rows else tokens
 
 

@@ -26,11 +26,12 @@ from stretto.errors import StrettoError, UsageError, near_path
 from stretto.files.say import Say, silent
 from stretto.ir.stage_maps import is_own
 from stretto.models.build import build_model, counted_loss_function
-from stretto.models.gpt import count_targets, generate
+from stretto.models.gpt import IGNORED, count_targets, generate, inputs_and_targets
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import TOKENIZER
-from stretto.train.data import TextData, prepare_data
-from stretto.train.rows import Buckets, Windows, example_of
+from stretto.train.encode import count
+from stretto.train.rows import batches_of, by_step, example_of
+from stretto.train.sources import Source, Sources
 from stretto.train.text import given_tokenizer
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class Task:
     """Name and content of a file that checkpoints have, the same in one to go on from."""
     vocab_size: int = 0
     """Of text, how many tokens there are."""
+    state: Callable[[], dict[str, Any]] | None = None
+    restore: Callable[[Mapping[str, Any]], None] | None = None
+    """Where batches do not follow from the step at once, as those of a stream: what a checkpoint has of the
+    data as JSON, with its `digest`; and how a run goes on from that."""
     key: str = "task.file"
     source: str = "what task.file makes"
     differing: str = "the file differs, or what it reads"
@@ -177,7 +182,7 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# Text.
+# Text and other data.
 
 
 def task_of(settings: TrainSettings, say: Say, begin: Say = silent) -> Task:
@@ -190,32 +195,27 @@ def task_of(settings: TrainSettings, say: Say, begin: Say = silent) -> Task:
     if settings.task is not None:
         begin(f"making the task of {settings.task.file}")
         return own_task(settings.task, settings.training.seed)
-    if settings.model.pretrained is not None:
-        begin("reading the model's tokenizer")
-    return text_task(settings, prepare_data(settings.data, say, given_tokenizer(settings.model), begin))
+    if settings.model.pretrained is not None or settings.data.tokenizer is not None:
+        begin("reading the tokenizer")
+    given = given_tokenizer(settings.model, settings.data.tokenizer)
+    return data_task(settings, Sources(settings, given, say, begin).all())
 
 
-def batches_of_text(settings: TrainSettings, data: TextData) -> Batches:
-    """The rows to train on. A smaller last batch has microbatches of the same rows, and fewer."""
-    of, training = settings.data, settings.training
-    if not of.bucket_lengths:
-        return Windows(data.train, data.end if of.document_masks else None).batch
-    lengths = sorted({*of.bucket_lengths, of.sequence_length})
-    multiple = training.global_batch // settings.parallel.microbatches
-    return Buckets(data.train.tokens, data.end, lengths, of.seed, multiple).batch
-
-
-def text_task(settings: TrainSettings, data: TextData) -> Task:
-    """Text that is prepared, as a task."""
-    training, length = settings.training, settings.data.sequence_length
-    tokenizer = data.tokenizer.to_str()
+def data_task(settings: TrainSettings, data: Source) -> Task:
+    """Data that is prepared, as a task."""
+    training, length, tokenizer = settings.training, settings.data.sequence_length, data.tokenizer
+    kept = (KEPT, data.digest) if tokenizer is None else (TOKENIZER, tokenizer.to_str())
+    held_out = by_step(data.held_out)
 
     def report(model: nn.Module, folder: Path, say: Say) -> Mapping[str, Any]:
-        # int64 because tokens are stored in the smallest type that fits them.
-        prompt = torch.from_numpy(data.held_out.tokens[:SAMPLE_PROMPT_TOKENS].astype("int64"))
+        assert tokenizer is not None
+        ids, labels = inputs_and_targets(held_out(0, 1))
+        # Of a chat or a pair what comes before the first answer, else some tokens.
+        answers = torch.nonzero(labels[0] != IGNORED)[0].item() + 1
+        prompt = ids[0, : answers if answers > 1 else SAMPLE_PROMPT_TOKENS]
         generator = torch.Generator().manual_seed(training.seed)
-        ids = generate(model, prompt, training.sample_tokens, SAMPLE_TEMPERATURE, generator, length).tolist()
-        before, after = (data.tokenizer.decode(part) for part in (ids[: len(prompt)], ids[len(prompt) :]))
+        made = generate(model, prompt, training.sample_tokens, SAMPLE_TEMPERATURE, generator, length).tolist()
+        before, after = (tokenizer.decode(part) for part in (made[: len(prompt)], made[len(prompt) :]))
         say("")
         say(f"a sample, continuing held-out text {before!r}:")
         for line in after.splitlines():
@@ -223,11 +223,10 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         return {"sample": after}
 
     source = settings.model.pretrained
-    batches = batches_of_text(settings, data)
-    end = data.end if settings.data.document_masks else None
+    vocab_size = settings.data.vocab_size if tokenizer is None else count(tokenizer)
 
     def make() -> nn.Module:
-        return build_model(settings.model, data.vocab_size, training.seed, empty=source is not None)
+        return build_model(settings.model, vocab_size, training.seed, empty=source is not None)
 
     def fill(runner: Runner, model: nn.Module) -> None:
         from stretto.saving import pretrained  # with all that a Runner needs, which a launcher does without
@@ -235,24 +234,34 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
         assert source is not None
         pretrained.fill(runner, model, source)
 
+    def state() -> dict[str, Any]:
+        return {"digest": data.digest, "streams": [one.state for one in data.streams]}
+
+    def restore(state: Mapping[str, Any]) -> None:
+        for stream, at in zip(data.streams, state["streams"]):
+            stream.restore(at)
+
     entropy = data.unigram_entropy_nats
+    alone = "" if entropy is None else f"; token frequencies alone give {entropy:.4f}"
     return Task(
         model=make,
         fill=fill if source is not None else None,
         loss=counted_loss_function(settings.model),
-        train=batches,
-        held_out=Windows(data.held_out, end).batch,
-        example=example_of(settings.data) if settings.data.bucket_lengths else None,
+        train=batches_of(settings, data.train, data.table),
+        held_out=held_out,
+        example=None if settings.data.is_windows else example_of(settings.data),
         digest=data.digest,
-        report=report if training.sample_tokens else None,
+        report=report if training.sample_tokens and tokenizer is not None else None,
         unit="tokens",
         size=length,
-        held_out_words=(" nats a token", f"; token frequencies alone give {entropy:.4f}"),
-        summary={"unigram_entropy": entropy},
-        where=str(data.folder),
-        kept=(TOKENIZER, tokenizer),
-        key="data.paths",
-        source="the text in data.paths",
-        differing="the text differs, or the tokenizers package",
-        vocab_size=data.vocab_size,
+        held_out_words=(" nats a token", alone),
+        summary={} if entropy is None else {"unigram_entropy": entropy},
+        where=data.where,
+        kept=kept,
+        state=state,
+        restore=restore,
+        key="data.sources" if settings.data.sources else "data.paths",
+        source="the data",
+        differing="the data differs, or the tokenizers package",
+        vocab_size=vocab_size,
     )

@@ -8,7 +8,6 @@ decoded exactly. One that is given comes from the files beside a pretrained mode
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stretto.config import HuggingFaceSettings, Model
 from stretto.config.pretrained import transformers_for
 from stretto.errors import UsageError, near_path
-from stretto.files.parse import parse_json
 from stretto.files.say import Say
 from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint_files import TOKENIZER
-from stretto.train.encode import count
+from stretto.train.encode import GivenTokenizer, count
+from stretto.train.records import json_rows, parquet_rows, texts_in
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Folders of compiled or of installed code: the same text would come in or not by what is installed."""
@@ -108,9 +107,11 @@ def documents(files: Sequence[TextFile], text_field: str, say: Say) -> Iterator[
         suffix = file.path.suffix.lower()
         try:
             if suffix == ".jsonl":
-                yield from _jsonl(file.path, text_field)
+                texts = (texts_in(row, [text_field], "data.text_field")[0] for row in json_rows(file.path))
+                yield from filter(None, texts)
             elif suffix == ".parquet":
-                yield from _parquet(file.path, text_field)
+                rows = parquet_rows(file.path, [text_field], is_text=True)
+                yield from (row[text_field] for _, row in rows if row[text_field])
             elif (text := _plain(file)) is None:
                 left_out.append(file)
             elif text:
@@ -132,54 +133,6 @@ def _plain(file: TextFile) -> str | None:
     if file.named:
         raise UsageError(f"data.paths: {file.path} is not UTF-8 text ({where}); convert it to UTF-8")
     return None
-
-
-def _jsonl(path: Path, text_field: str) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = parse_json(line)
-                except ValueError as error:
-                    why = error.msg if isinstance(error, json.JSONDecodeError) else error
-                    raise UsageError(f"{path}:{number}: is not JSON: {why}") from None
-                text = row.get(text_field) if isinstance(row, dict) else None
-                if not isinstance(text, str):
-                    keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                    raise UsageError(
-                        f"{path}:{number}: there is no text in the field {text_field!r} (there is: {keys}); "
-                        "set data.text_field"
-                    )
-                if text:
-                    # JSON can spell half a surrogate pair, which is no character.
-                    yield text.encode("utf-8", "replace").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"data.paths: {path} is not UTF-8 text ({error.reason})") from None
-
-
-def _parquet(path: Path, text_field: str) -> Iterator[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(f"{path}: reading .parquet needs pyarrow: pip install 'stretto[parquet]'") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            schema = table.schema_arrow
-            field = schema.field(text_field) if text_field in schema.names else None
-            kinds = (pyarrow.types.is_string, pyarrow.types.is_large_string)
-            if field is None or not any(kind(field.type) for kind in kinds):
-                columns = ", ".join(f"{one.name} ({one.type})" for one in schema)
-                raise UsageError(
-                    f"{path}: there is no column of text {text_field!r} (there is: {columns}); "
-                    "set data.text_field"
-                )
-            for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
-    except pyarrow.ArrowException as error:
-        raise UsageError(f"data.paths: {path} cannot be read as parquet: {error}") from None
 
 
 # Tokens.
@@ -227,29 +180,24 @@ def _plain_text_only(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class GivenTokenizer:
-    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it. A
-    tokenizer that `learn` made has no such tokens before, and its first behind."""
-
-    tokenizer: Tokenizer
-    begin: tuple[int, ...] = ()
-    end: int = 0
-
-
-def given_tokenizer(model: Model) -> GivenTokenizer | None:
-    """The tokenizer of `model.pretrained`; None without that.
+def given_tokenizer(model: Model, named: str | None = None) -> GivenTokenizer | None:
+    """The tokenizer of `model.pretrained`, or the one that `data.tokenizer` has named; None without both.
 
     Raises UsageError where there is none, where it has no token for the end of a text, and where it has more
     tokens than the model has rows.
     """
+    rows: Any = model.config.get("vocab_size") if isinstance(model, HuggingFaceSettings) else model.vocab_size
+    if named is not None:
+        what, own = f"data.tokenizer = {named!r}", Path(named).expanduser()
+        is_own = (own / TOKENIZER).is_file() and not (own / "tokenizer_config.json").is_file()
+        return _own(named, what) if is_own else _of_transformers(named, what)
     if model.pretrained is None:
         return None
     what = f"model.pretrained = {model.pretrained!r}"
     if isinstance(model, HuggingFaceSettings):
-        given, rows = _of_transformers(model.pretrained, what), model.config.get("vocab_size")
+        given = _of_transformers(model.pretrained, what)
     else:
-        given, rows = _own(model.pretrained, what), model.vocab_size
+        given = _own(model.pretrained, what)
     if not isinstance(rows, int):
         raise UsageError(
             f"{what}: the settings lack the model's vocab_size: let stretto.config.load_settings read them, "
@@ -302,4 +250,5 @@ def _of_transformers(source: str, what: str) -> GivenTokenizer:
     tokenizer.no_truncation()
     full, bare = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
     starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
-    return GivenTokenizer(tokenizer, tuple(full[: starts[0]]) if starts else (), int(loaded.eos_token_id))
+    begin = tuple(full[: starts[0]]) if starts else ()
+    return GivenTokenizer(tokenizer, begin, int(loaded.eos_token_id), loaded)

@@ -225,6 +225,8 @@ class Trainer:
             face.fill(path, self.runner, self.optimizer, options=False)
             self.step = state.step
             self.runner.state.steps = state.draws
+            if task.restore is not None and state.data is not None:
+                task.restore(state.data)
             say(f"resumed from {path}, after step {state.step}")
         if self.world.rank == 0:
             set_earlier_aside(settings, start is not None, say)
@@ -352,7 +354,8 @@ class Trainer:
     def _save(self) -> None:
         settings = self.settings
         draws, sizes = self.runner.state.steps, self._task.vocab_size
-        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"))
+        data = None if self._task.state is None else self._task.state()
+        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"), data)
         folder, keep = settings.checkpoint_dir, settings.checkpoint.keep
         checkpoint.save(folder, state, self._task.kept, self.runner, self.optimizer, keep)
 
