@@ -21,12 +21,13 @@ from torch import nn
 
 from stretto.batch import tree
 from stretto.batch.loss import Loss
-from stretto.config import TaskSettings, TrainSettings
+from stretto.config import MoESettings, TaskSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError, near_path
 from stretto.files.say import Say, silent
 from stretto.ir.stage_maps import is_own
 from stretto.models.build import build_model, counted_loss_function
 from stretto.models.gpt import IGNORED, count_targets, generate, inputs_and_targets
+from stretto.models.moe import balance_loads
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.encode import count
@@ -54,6 +55,11 @@ Batches = Callable[[int, int], Any]
 in a smaller last batch; its shapes may differ between steps. It must follow from the two alone, noise
 included, so that a resumed run goes on with the same."""
 
+AfterStep = Callable[["Runner", dict[str, torch.Tensor]], None]
+"""(runner, metrics) -> nothing. Every rank calls it after the optimizer's step, with what the loss function
+returned besides its loss, the same on all ranks; what it leaves in `metrics` is logged. It may write into the
+Runner's buffers, as `models.moe.balance_loads` does."""
+
 Report = Callable[[nn.Module, Path, Say], Mapping[str, Any]]
 """(model, folder, say) -> what the run's summary is to have besides its own. At the end rank 0 calls it with
 the trained model on the CPU, in eval() mode, without gradients; it may write files (samples, pictures) into
@@ -67,8 +73,8 @@ class Task:
     model: makes it with fresh weights, the same each time; under `torch.device("meta")` it has no values.
     loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. fill: where
     the model's parameters come without values (`models.build.hollow`), gives a Runner those that its rank
-    has; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
-    counted, and how many of it one sample has.
+    has; every rank calls it. after_step: what a step does besides the optimizer's. report: what to do at the
+    end, if anything. unit, size: in what speed is counted, and how many of it one sample has.
     """
 
     model: Callable[[], nn.Module]
@@ -77,6 +83,7 @@ class Task:
     held_out: Batches
     digest: str
     fill: Callable[[Runner, nn.Module], None] | None = None
+    after_step: AfterStep | None = None
     report: Report | None = None
     unit: str = "samples"
     size: int = 1
@@ -251,6 +258,7 @@ def data_task(settings: TrainSettings, data: Source) -> Task:
         held_out=held_out,
         example=None if settings.data.is_windows else example_of(settings.data),
         digest=data.digest,
+        after_step=_balance(settings),
         report=report if training.sample_tokens and tokenizer is not None else None,
         unit="tokens",
         size=length,
@@ -265,3 +273,12 @@ def data_task(settings: TrainSettings, data: Source) -> Task:
         differing="the data differs, or the tokenizers package",
         vocab_size=vocab_size,
     )
+
+
+def _balance(settings: TrainSettings) -> AfterStep | None:
+    """For routers whose biases follow their experts' loads."""
+    model = settings.model
+    if not isinstance(model, MoESettings) or not model.bias_rate:
+        return None
+    rate = model.bias_rate
+    return lambda runner, metrics: balance_loads(runner.named_buffers(), metrics, rate)

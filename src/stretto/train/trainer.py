@@ -284,9 +284,6 @@ class Trainer:
         stepped = self.runner.step(batch)
         queued = loss_alone(stepped), self.runner.grad_norm if self.clip is None else self.clip()
         loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
-        self._returned = (
-            {name: one.tolist() for name, one in stepped[1].items()} if has_metrics(stepped) else {}
-        )
         if not math.isfinite(loss) or not math.isfinite(norm):
             what = "nothing was updated" if self.clip is not None else "parameters were updated by it"
             raise RunError(
@@ -296,6 +293,10 @@ class Trainer:
         if self.clip is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        returned = stepped[1] if has_metrics(stepped) else {}
+        if self._task.after_step is not None:
+            self._task.after_step(self.runner, returned)
+        self._returned = {name: one.tolist() for name, one in returned.items()}
         self.step += 1
         return loss, rate, norm
 
