@@ -60,7 +60,10 @@ def test_a_notebook_shows_a_picture_and_a_table(what: str) -> None:
         assert [cell for cell in cells if cell in ("0", "1")] == ["0", "1"]
         assert "parameters" in page
         assert "Each phase is as long as its kFLOPs" in page
-        assert max(int(word) for word in re.findall(r">(\d+)<", ElementTree.tostring(picture, "unicode"))) < 10**4
+        assert (
+            max(int(word) for word in re.findall(r">(\d+)<", ElementTree.tostring(picture, "unicode")))
+            < 10**4
+        )
     assert "<script" not in page
     # Rules of the page's style are of its own elements alone.
     rules = re.findall(r"([^{}]+)\{", page.partition("</style>")[0].partition("<style>")[2])
