@@ -24,8 +24,8 @@ moment."""
 DRAWN_PER_S = 4
 """How often a live line is drawn: users read no faster, and drawing takes time from training."""
 LEAST_NEEDED = (" (", "grad norm", "lr ", "a step", "exposed", "MFU")
-"""What a live line leaves out where the terminal is narrow, in this order: what is in brackets, and parts with
-these words."""
+"""What a live line leaves out where the terminal is narrow, in this order: what is in brackets, and parts
+with these words."""
 STARTED = "STRETTO_STARTED_AT"
 """Environment variable: when the command was started by which ranks were, in seconds of the clock."""
 
