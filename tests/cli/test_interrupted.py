@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from stretto.cli.main import app
 from stretto.errors import StoppedError, StrettoError
 from stretto.planning import choose
 from stretto.train import job as train_job
+from stretto.train.interrupt import Stops
 from tests.clusters import cores_file
 from tests.train.tiny import write_settings
 
@@ -128,6 +130,24 @@ def test_a_calibration_keeps_what_was_measured(
     assert isinstance(result.exception, StrettoError), result.output
     assert f"{out} has what was measured" in str(result.exception)
     assert out.exists()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_an_interrupt_that_a_library_swallows_while_it_is_loaded_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    def load(*_: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if half:
+            raise ImportError("cannot load module more than once per process")
+        with Stops():
+            raise AssertionError("the command goes on")
+
+    monkeypatch.setattr(entry, "import_module", load)
+    result = CliRunner().invoke(app, ["cluster", "list"])
+    assert isinstance(result.exception, StoppedError), result.exception
+    assert result.exception.exit_status == 130
 
 
 def test_what_the_caller_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ MALFORMED = [
     # (text, message)
     ('{"format": }', r"p\.json, line 1, column 12: not JSON"),
     ("", r"p\.json, line 1, column 1: not JSON"),
+    ("[model]\nlayers = 2\n", r"not JSON"),
+    ("layers = 2\n", r"p\.json: not a plan file, which is JSON\. Make one with `stretto plan`"),
     ("[" * 100_000, "nested too deeply"),
     ('{"a": ' + "1" * 5000 + "}", "not readable as JSON"),
     ('{"a": NaN}', "NaN is not JSON"),

@@ -178,3 +178,15 @@ def test_parts_in_a_list_of_the_block() -> None:
 
     model = Net(in_order, Several, blocks=1).double()
     assert_plain(captured(model), model, loss, batch_of())
+
+
+def test_blocks_in_a_dict() -> None:
+    def by_name(net: Net, x: Tensor) -> Tensor:
+        for block in net.blocks.values():
+            x = block(x)
+        return x
+
+    model: Any = Net(by_name)
+    model.blocks = nn.ModuleDict({"first": Block(), "second": Block()})
+    model = model.double()
+    assert_plain(captured(model), model, loss, batch_of())

@@ -167,3 +167,8 @@ def test_text_timeline_keeps_its_width_and_names_every_lane() -> None:
     assert "/" in compute
     assert compute[13] == "·"
     assert "W" not in lines[-1].replace("(I and W)", "")
+    halves = simulate(comm_plan(make_schedule("zb-h1", 2, 4)))
+    *above, first, second = timeline_text(halves, 80).plain.split("\n")
+    assert all(len(line) <= 80 for line in (*above, first, second))
+    assert first.split()[:4] == ["F", "forward", "I", "input"]
+    assert second.split()[-2:] == ["==", "communication"]

@@ -59,6 +59,11 @@ def test_a_notebook_shows_a_picture_and_a_table(what: str) -> None:
     else:
         assert [cell for cell in cells if cell in ("0", "1")] == ["0", "1"]
         assert "parameters" in page
+        assert "Each phase is as long as its kFLOPs" in page
+        assert (
+            max(int(word) for word in re.findall(r">(\d+)<", ElementTree.tostring(picture, "unicode")))
+            < 10**4
+        )
     assert "<script" not in page
     # Rules of the page's style are of its own elements alone.
     rules = re.findall(r"([^{}]+)\{", page.partition("</style>")[0].partition("<style>")[2])
@@ -87,6 +92,9 @@ def test_print_has_speed_and_all_parts_of_memory(dp: int, cp: int) -> None:
     assert float(found[2].replace(",", "")) == pytest.approx(per_s / plan.world, abs=1)
     for part in ("parameters", "gradients", "optimizer's state", "activations"):
         assert part in text
+    peaks = re.search(r"peak by .*? +(\d+), (\d+) KiB", text)
+    assert peaks is not None
+    assert [int(peak) for peak in peaks.groups()] == [round(b / 1024) for b in plan.prediction.peak_bytes]
 
 
 def test_what_a_step_trains_on() -> None:

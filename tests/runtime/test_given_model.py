@@ -304,7 +304,7 @@ COPIES = chain_plan(dp=2), chain_plan(dp=2)
 @pytest.mark.parametrize(
     ("plans", "shares", "word"),
     [
-        (TWO_CUTS, False, REFUSED),
+        (TWO_CUTS, False, "for a second Runner of the model, capture both with one split"),
         (TWO_CUTS[::-1], False, REFUSED),
         (TWO_CUTS, True, "shares: the plan has 'layers.1.weight' on other ranks"),
         ((TWO_CUTS[0], COPIES[0]), False, REFUSED),

@@ -61,6 +61,17 @@ def test_a_line_has_the_speed_of_a_device() -> None:
     assert "12,000 tokens/s  500 ms a step" in alone
 
 
+def test_a_narrow_terminal_has_what_is_needed_most() -> None:
+    progress = progress_to(out := io.StringIO(), terminal=True)
+    progress.console.width = 80
+    speed = speed_line("tokens", 60000, 5.0, 2, Work(4e9, 0.0))
+    progress.show(line_of(5) | speed, 0.034)
+    progress.stop()
+    text = out.getvalue()
+    assert "step  5/20  loss 1.2500  12,000 tokens/s  exposed 3.4 %  5.00 s a step  1:15 min left" not in text
+    assert "step  5/20  loss 1.2500  12,000 tokens/s  exposed 3.4 %  1:15 min left" in text
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_steps_are_lines_now_and_then_or_one_that_is_drawn_over(terminal: bool) -> None:
     progress = progress_to(out := io.StringIO(), terminal)

@@ -73,6 +73,11 @@ class StoppableGroup(NamedGroup):
                 return super().invoke(ctx)
             except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
                 raise StoppedError("interrupted", stops.status) from None
+            except Exception as error:
+                if not stops.numbers or isinstance(error, (StrettoError, typer.Exit)):
+                    raise
+                # Of a library that swallowed the interrupt while it was loaded, and is not whole.
+                raise StoppedError("interrupted", stops.status) from None
 
 
 class LazyGroup(StoppableGroup):

@@ -201,8 +201,9 @@ def cost(
         typer.echo(json_text.dumps(document, indent=1))
         return
     console = console_of()
-    # Where none is known by itself, the source of all, under the table, is that of each op.
-    costliest_grid(ops, reads=True, known=bool(costs.op_how)).print(console)
+    # Where each is known as all are, the line under the table says so once.
+    known = any(op.source != costs.source for op in ops)
+    costliest_grid(ops, reads=True, known=known).print(console)
     if communications:
         _communications_grid(communications).print(console)
     console.print(f"Op times: {costs.source}.", highlight=False)

@@ -123,6 +123,8 @@ class TypedFile(Generic[T]):
     def read(self, text: str, where: str) -> tuple[T, list[str]]:
         """The same, and the places that are other than they were when the file was written."""
         with _named(where):
+            if not text.lstrip().startswith(("{", "[")) and text.strip():
+                raise Misfit(f"not a {self.what} file, which is JSON. {self.make}")
             data = parse_json(text, strict=True)
             self._head(data)
             if self.parts is None:

@@ -38,6 +38,9 @@ from stretto.ir.work import Work, speed_words, work_of
 VERSION = 22
 """Of the plan file; files of other versions are refused."""
 
+BYTE_UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+"""Units of a printed plan's memory, of which the fullest rank has 10 or more."""
+
 
 class ItemKind(StrEnum):
     """What an item of a window is."""
@@ -316,7 +319,10 @@ class Plan(Shown):
             return ", ".join(f"{us / 1000:.1f}" for us in values)
 
         fullest, parts = result.fullest()
-        each = ", ".join(f"{part} {nbytes / 2**20:.0f}" for part, nbytes in parts.items())
+        most = max(result.peak_bytes)
+        size, unit = next(one for one in BYTE_UNITS if most >= 10 * one[0] or one[0] == 1)
+        each = ", ".join(f"{part} {nbytes / size:.0f}" for part, nbytes in parts.items())
+        peaks = ", ".join(f"{nbytes / size:.0f}" for nbytes in result.peak_bytes)
         axes = {axis: us for axis, us in result.exposed_axis_us.items() if sum(us) or result.hidden(axis)}
         exposed = [f"{ms(of_axis)} ms ({axis})" for axis, of_axis in axes.items()]
         shares = [(axis, result.hidden(axis)) for axis in result.comm_axis_us]
@@ -332,8 +338,8 @@ class Plan(Shown):
             ("zero", f"{self.job.zero}: {self.zero_why}" if self.zero_why else ""),
             ("overlap", self.overlap + (f": {self.overlap_why}" if self.overlap_why else "")),
             (f"bubble by {self.counted}", f"{ms(result.bubble_us)} ms"),
-            (f"peak by {self.counted}", f"{', '.join(f'{b / 2**20:.0f}' for b in result.peak_bytes)} MiB"),
-            (f"of rank {fullest}", f"{each} MiB (optimizer: {self.job.optimizer})" if parts else ""),
+            (f"peak by {self.counted}", f"{peaks} {unit}"),
+            (f"of rank {fullest}", f"{each} {unit} (optimizer: {self.job.optimizer})" if parts else ""),
             ("lower bound", f"{result.bound_us / 1000:.1f} ms: {result.binds}"),
             ("gap", beside_bound(result.step_us, result.bound_us)),
         ]

@@ -181,15 +181,24 @@ def first_blocks(
 ) -> tuple[str, ...]:
     """The first of the blocks: of each list that has rowwise modules, as an encoder's and a decoder's."""
     rowwise = [name for name, style in styles.items() if style.kind == "rowwise"]
-    lists: dict[str, nn.ModuleList] = {}  # the outermost: they come first
+    lists: dict[str, str] = {}  # the outermost, which come first -> its first block
     for name, module in modules.items():
         inner = any(name.startswith(f"{other}.") for other in lists)
-        if isinstance(module, nn.ModuleList) and not inner and any(r.startswith(f"{name}.") for r in rowwise):
-            lists[name] = module
+        if _is_list(module) and not inner and any(r.startswith(f"{name}.") for r in rowwise):
+            lists[name] = f"{name}.{next(iter(dict(module.named_children())))}"
     if not lists:
         raise UsageError(
             f"sequence_parallel needs a list of blocks with rowwise modules in it; {type(model).__name__} "
             "has none: give the blocks' output projections the style 'rowwise' in tp_plan, in an "
             "nn.ModuleList, or leave sequence_parallel out"
         )
-    return tuple(f"{name}.0" for name in lists)
+    return tuple(lists.values())
+
+
+def _is_list(module: nn.Module) -> bool:
+    """A `ModuleList`, or a `ModuleDict` of equal blocks, each with modules of its own."""
+    if not isinstance(module, nn.ModuleDict):
+        return isinstance(module, nn.ModuleList)
+    lists = (nn.ModuleList, nn.ModuleDict)
+    blocks = [one for one in module.values() if not isinstance(one, lists) and list(one.children())]
+    return 1 < len(blocks) == len(module) and len(set(map(type, blocks))) == 1

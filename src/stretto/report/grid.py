@@ -28,7 +28,7 @@ def format_bytes(nbytes: float) -> str:
 
 def format_flops(flops: float) -> str:
     """Floating-point operations: `3.1 GFLOP`."""
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if flops >= 0.9995 * size:
             return f"{flops / size:.3g} {unit}"
     return f"{flops:.0f} FLOP"

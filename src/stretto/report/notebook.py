@@ -28,7 +28,7 @@ MOST_BOXES = 6_000
 """Boxes of a picture, at most: a notebook keeps it in its file. That is about 1.5 MB. Assumed."""
 
 
-UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
+UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 """Units of a phase's arithmetic in the picture, of which the longest phase has 10 or more."""
 
 

@@ -186,7 +186,9 @@ def costliest_grid(groups: Sequence[OpGroup], *, reads: bool = False, known: boo
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
         row += [format_us(group.each_us), format_us(group.total_us), format_share(group.share)]
         row += [rate, *([group.source] if known else [])]
-        rows.append((*row, _plain(f"{group.reads} → {group.makes}") if reads else _short(group.makes)))
+        rows.append(
+            (*row, _plain(f"{group.reads} → {group.makes}".strip()) if reads else _short(group.makes))
+        )
     head = ["", "phase", "calls", "each", "total", "share", "rate", *(["known"] if known else [])]
     head.append("reads → makes" if reads else "makes")
     words = (0, *range(7, len(head)))

@@ -73,7 +73,7 @@ def timeline_text(
             text.append("\n")
     end = format_time(timeline.step_us)
     text.append(f"{'':{label_cells}}0{end:>{cells - 1}}\n", style="dim")
-    text.append_text(_legend(timeline))
+    text.append_text(_legend(timeline, width))
     return text
 
 
@@ -120,15 +120,14 @@ def _box(span: Span, width: int, compute: bool) -> str:
     return words + "-" * (width - len(words))
 
 
-def _legend(timeline: Timeline) -> Text:
-    text = Text(" " * LABEL_CELLS)
+def _legend(timeline: Timeline, width: int) -> Text:
+    signs: list[tuple[str, str, str]] = []
     compute = (s for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.phase)
     meanings = {span_category(s): s.phase.meaning for s in compute if s.phase is not None}
     if ONCE_A_STEP in meanings:
         meanings[ONCE_A_STEP] = "once a step"
     for letter in sorted(meanings, key="FIWBS".index):
-        text.append(f" {letter} ", style=STYLES[letter])
-        text.append(f" {meanings[letter].partition(' (')[0]}  ")
+        signs.append((f" {letter} ", STYLES[letter], meanings[letter].partition(" (")[0]))
     kinds = {span.kind for span in timeline.spans}
     for kind, sign, words in (
         (SpanKind.EXPOSED, "//", "exposed"),
@@ -136,7 +135,12 @@ def _legend(timeline: Timeline) -> Text:
         (SpanKind.MESSAGE, "==", "communication"),
     ):
         if kind in kinds:
-            text.append(sign, style=STYLES[kind.value])
-            text.append(f" {words}  ")
-    text.rstrip()
-    return text
+            signs.append((sign, STYLES[kind.value], words))
+    lines = [Text(" " * LABEL_CELLS)]
+    for sign, style, words in signs:
+        if lines[-1].cell_len + len(f"{sign} {words}") > width:
+            lines.append(Text(" " * LABEL_CELLS))
+        lines[-1].append(sign, style=style).append(f" {words}  ")
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)

@@ -41,7 +41,8 @@ def _refusal(what: str) -> UsageError:
     return UsageError(
         f"the model's {what} is not what is trained: the Runner that is made of a model has its values. Read "
         "runner.state_dict(), write runner.load_state_dict(), on all ranks; optimizers, averages, hooks take "
-        "runner.parameters(); to train others, capture again; for a plain model, give the Runner a deep copy"
+        "runner.parameters(); to train others, capture again; for a plain model, give it a deep copy; for a "
+        "second Runner of the model, capture both with one split (split=[...])"
     )
 
 

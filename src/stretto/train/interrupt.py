@@ -24,7 +24,8 @@ class Stops:
     cleans up, then does so for all three. numbers: theirs, in order: who is interrupted may take that for the
     end of a search, and print nothing. raises: False only notes them there.
 
-    What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal.
+    What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal. A signal that a library
+    swallowed while it was loaded, ends what is entered next, inside of the one that got it.
     """
 
     def __init__(self, raises: bool = True) -> None:
@@ -34,6 +35,9 @@ class Stops:
 
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
+            outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+            if isinstance(outer, Stops) and outer._raises and outer.numbers:
+                raise KeyboardInterrupt
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle)

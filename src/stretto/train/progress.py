@@ -23,6 +23,9 @@ EVERY_S = 1.25
 moment."""
 DRAWN_PER_S = 4
 """How often a live line is drawn: users read no faster, and drawing takes time from training."""
+LEAST_NEEDED = (" (", "grad norm", "lr ", "a step", "exposed", "MFU")
+"""What a live line leaves out where the terminal is narrow, in this order: what is in brackets, and parts
+with these words."""
 STARTED = "STRETTO_STARTED_AT"
 """Environment variable: when the command was started by which ranks were, in seconds of the clock."""
 
@@ -40,7 +43,8 @@ class Progress:
         self.steps = self.log_every = 1
         self.unit = "tokens"
         self._shown = shown
-        self._phase = self._detail = self._step = ""
+        self._phase = self._detail = ""
+        self._step: list[str] = []
         self._begun_s = time.monotonic()
         self._first_step = threading.Event()
         self._live: Live | None = None
@@ -100,7 +104,7 @@ class Progress:
 
     def _line(self) -> str:
         if self._step:
-            return self._step
+            return _fitting(self._step, self.console.width)
         took_s = time.monotonic() - self._begun_s
         line = self._phase + (f", {took_s:.0f} s" if took_s >= 1.0 else "")
         return f"{line}: {self._detail}" if self._detail else line
@@ -120,14 +124,14 @@ class Progress:
             self.stop()
         if first:
             self.say(f"first step: {time.time() - self.started_at_s:.1f} s from the start")
-        step, self._step = int(line["step"]), self._step_line(line, exposed)
+        step, self._step = int(line["step"]), self._step_parts(line, exposed)
         if not self.console.is_terminal:
             if first or step == self.steps or step % self.log_every == 0:
-                self.say(self._step)
+                self.say("  ".join(self._step))
         elif self._live is None:
             self._begin_live(transient=False)
 
-    def _step_line(self, line: Mapping[str, float], exposed: float | None) -> str:
+    def _step_parts(self, line: Mapping[str, float], exposed: float | None) -> list[str]:
         wide, step, step_s = len(str(self.steps)), int(line["step"]), line["step_s"]
         all_of, each = line[f"{self.unit}_per_s"], line.get(f"{self.unit}_per_s_per_device", 0.0)
         parts = [
@@ -143,7 +147,7 @@ class Progress:
         parts += [f"lr {line['lr']:.2g}", f"grad norm {line['grad_norm']:.2f}"]
         if step < self.steps:
             parts.append(f"{duration((self.steps - step) * step_s)} left")
-        return "  ".join(parts)
+        return parts
 
     def _begin_live(self, transient: bool) -> None:
         if self.console.is_terminal:
@@ -154,6 +158,17 @@ class Progress:
                 get_renderable=lambda: Text(self._line(), no_wrap=True, overflow="ellipsis"),
             )
             self._live.start(refresh=True)
+
+
+def _fitting(parts: list[str], width: int) -> str:
+    """A line of them; where it would be wider, of those that are needed most."""
+    for word in LEAST_NEEDED:
+        if len("  ".join(parts)) <= width:
+            break
+        if word == " (":
+            parts = [part.partition(word)[0] for part in parts]
+        parts = [part for part in parts if word not in part]
+    return "  ".join(parts)
 
 
 def duration(seconds: float) -> str:

@@ -33,6 +33,7 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import Work
 from stretto.planning.make_plan import plan as make_plan
+from stretto.report.grid import fitted
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.saving import face
@@ -163,7 +164,7 @@ class Trainer:
             say=self.progress.detail if self.world.rank == 0 else None,
             kept=kept,
         )
-        for line in str(plan).splitlines():
+        for line in fitted(str(plan)).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
         several = task.example is not None or settings.task is not None  # shapes of batches

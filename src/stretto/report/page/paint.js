@@ -262,7 +262,7 @@ class Painter {
   }
 
   ruler() {
-    const c = this.context, length = this.view.to - this.view.from, about = length / 8;
+    const c = this.context, length = this.view.to - this.view.from, about = length / Math.max(2, Math.min(8, this.span / 65));
     const power = 10 ** Math.floor(Math.log10(about)), tick = power * [1, 2, 5, 10].find((k) => power * k >= about * 0.999);
     const [scale, unit] = this.view.to >= 1e6 && tick >= 1e4 ? [1e6, "s"] : this.view.to >= 1e3 && tick >= 10 ? [1e3, "ms"] : [1, "us"];
     c.textAlign = "center";
