@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
@@ -193,14 +193,33 @@ def test_a_compiled_model_is_captured_as_it_is_written() -> None:
 
 
 class Checkpointed(Chain):
+    """The first layer is as peft leaves frozen embeddings."""
+
+    def __init__(self, how: Callable[[nn.Module, Tensor], Tensor], frozen: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.layers[0].requires_grad_(not frozen)
+
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
+        x = self.layers[0](x)
+        if not x.requires_grad:
+            x.requires_grad_(True)
+        for layer in self.layers[1:]:
+            x = torch.tanh(self.how(layer, x))
         return self.out(x)
 
 
-def test_activation_checkpointing_is_said_to_have_no_effect() -> None:
-    model, batch = Checkpointed(), rows()
+CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "its hooks": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "re-entrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "in parts": lambda layer, x: checkpoint_sequential([layer, nn.Tanh()], 2, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_activation_checkpointing_is_said_to_have_no_effect(name: str, frozen: bool) -> None:
+    model, batch = Checkpointed(CHECKPOINTS[name], frozen), rows()
     with pytest.warns(UserWarning, match="activation checkpointing .* has no effect: activations are kept"):
         found = trace(model, batch, mean_square, microbatches=2)
     assert_equal(run(plan_of(job_of(found, 2, 2)), model, batch), plain(model, batch, mean_square), 1e-10)

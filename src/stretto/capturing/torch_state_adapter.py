@@ -54,8 +54,8 @@ def tracing_state() -> Iterator[None]:
     with (
         ONE_TRACE,
         _transforms_ended(),
-        _checkpoints_told(),
-        _no_inner_backward(),
+        _checkpoints_told() as asked,
+        _no_inner_backward(asked),
         exporting(),
         _plain_ops(),
         _checks_dropped(),
@@ -126,8 +126,9 @@ def _plain_ops() -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoints_told() -> Iterator[None]:
-    """Warn once when the model asks for activation checkpointing, of which a graph keeps no trace."""
+def _checkpoints_told() -> Iterator[list[bool]]:
+    """Warn once when the model asks for activation checkpointing, of which a graph keeps no trace. Gives what
+    is filled when it does."""
     hook = torch.utils.checkpoint._checkpoint_hook
     enter = hook.__init__
     asked: list[bool] = []
@@ -139,7 +140,7 @@ def _checkpoints_told() -> Iterator[None]:
 
     hook.__init__ = noted  # type: ignore[method-assign]
     try:
-        yield
+        yield asked
     finally:
         hook.__init__ = enter  # type: ignore[method-assign]
         if asked:
@@ -156,12 +157,12 @@ _BACKWARD = torch.autograd.backward
 
 
 @contextmanager
-def _no_inner_backward() -> Iterator[None]:
+def _no_inner_backward(asked: list[bool]) -> Iterator[None]:
     """Refuse code that runs a backward of its own: what it adds to `.grad` is no part of any graph.
 
-    Functions that do so in their backward, as re-entrant checkpointing does, are refused where they are
-    called: nothing calls their backward while the graph is made if they get what needs no gradient but
-    by `requires_grad_`, and the gradients of all that is in them would be lost.
+    Functions that do so in their backward are refused where they are called: nothing calls their backward
+    while the graph is made if they get what needs no gradient but by `requires_grad_`, and the gradients of
+    all that is in them would be lost. What re-entrant checkpointing wraps is called as it is.
     """
     backward, function = torch.autograd.backward, torch.autograd.Function
     apply = function.__dict__["apply"]
@@ -176,17 +177,23 @@ def _no_inner_backward() -> Iterator[None]:
         )
 
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        if _traces() and _runs_backward(kind.backward):
-            ours = issubclass(kind, torch.utils.checkpoint.CheckpointFunction)
-            what = (
-                "torch.utils.checkpoint with use_reentrant=True" if ours else f"the function {kind.__name__}"
-            )
-            how = "give use_reentrant=False" if ours else "call what it wraps as it is"
+        if not _traces() or not _runs_backward(kind.backward):
+            return apply.__func__(kind, *args, **kwargs)
+        if not issubclass(kind, torch.utils.checkpoint.CheckpointFunction):
             raise CaptureError(
-                f"{what} runs a backward of its own within the backward, whose gradients no plan has: {how}; "
-                "what is computed again is for recompute='full', 'selective' or a limit of Parallel to decide"
+                f"the function {kind.__name__} runs a backward of its own within the backward, whose "
+                "gradients no plan has: call what it wraps as it is; what is computed again is for "
+                "recompute='full', 'selective' or a limit of Parallel to decide"
             )
-        return apply.__func__(kind, *args, **kwargs)
+        function, _, *given = args
+        if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            raise CaptureError(
+                "torch.utils.checkpoint with use_reentrant=True gets no tensor that requires a gradient, so "
+                "PyTorch would train nothing of what it wraps: give use_reentrant=False, or let its input "
+                "require a gradient (model.enable_input_require_grads() of transformers)"
+            )
+        asked.append(True)
+        return function(*given)
 
     torch.autograd.backward = refuse
     function.apply = classmethod(applied)  # type: ignore[assignment]
