@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
-    from stretto.saving.face import load, save
+    from stretto.saving.face import async_save, load, save
     from stretto.saving.pretrained import fill
     from stretto.schedule.families import make_schedule
     from stretto.schedule.families import register as register_schedule
@@ -62,6 +62,7 @@ __all__ = [
     "Task",
     "Timeline",
     "UsageError",
+    "async_save",
     "capture",
     "check",
     "fill",
@@ -106,6 +107,7 @@ _HOMES = {
     "Task": "stretto.train.task",
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
+    "async_save": "stretto.saving.face",
     "capture": "stretto.capturing",
     "check": "stretto.checking",
     "fill": "stretto.saving.pretrained",

@@ -123,6 +123,9 @@ class CheckpointSettings(Settings):
     """Steps between two checkpoints; 0 saves after the last step only."""
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
+    asynchronous: bool = True
+    """Whether one with steps behind it is written while these are taken, from a copy in the processor's
+    memory, which takes as many bytes as the rank writes; false writes it between two steps."""
     resume: str = Field(default="auto", min_length=1)
     """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start again; else the path
     of the checkpoint to go on from."""

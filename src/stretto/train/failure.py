@@ -112,6 +112,8 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
     def failure(cause: Cause, message: str, status: int = 1, lost: int | None = None) -> RankFailure:
         return RankFailure(rank, cause, message, status, step, time.time(), lost)
 
+    if isinstance(error, Interrupted):  # as ranks have agreed to end
+        interrupted = error
     # A signal that arrives inside a library comes out as another exception.
     if interrupted is not None:
         return failure(Cause.INTERRUPTED, str(interrupted), interrupted.status)

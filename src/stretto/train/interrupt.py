@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place."""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place.
+
+While a run takes steps, SIGTERM and SIGUSR1, which batch systems send before they end a job, are noted
+instead: the run saves, and ends then. The second such signal is as any other.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from stretto.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTED = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to save and end."""
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
@@ -27,6 +34,8 @@ class Stops:
     What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal.
     """
 
+    signals: tuple[signal.Signals, ...] = SIGNALS
+
     def __init__(self, raises: bool = True) -> None:
         self.numbers: list[int] = []
         self._raises = raises
@@ -34,7 +43,7 @@ class Stops:
 
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in self.signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle)
         return self
@@ -74,12 +83,16 @@ class Interrupts(Stops):
     Call it in the main thread. `received` stays set, because libraries turn exceptions that cross them into
     others. When the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends
     the process. So it does where Python handles the signal inside a callback or a destructor, which cannot
-    raise.
+    raise. asked: the signal that was noted, 0 before.
     """
+
+    signals = (*SIGNALS, signal.SIGUSR1)
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
         super().__init__()
         self.received: Interrupted | None = None
+        self.asked = 0
+        self._note: Callable[[int], object] | None = None
         self.stuck_s = STUCK_S
         self._ending = False
         self._stuck = stuck
@@ -112,8 +125,21 @@ class Interrupts(Stops):
         One that came before, while the process was inside a library, is raised now, as the last."""
         self._ending = True
 
+    @contextmanager
+    def noting(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:
+        """While it lasts, the first signal of `NOTED` raises nothing, and is kept in `asked`. note: called
+        with it, in the main thread."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = None
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is None:
+        if self._note is not None and signum in NOTED and not self.asked:
+            self.asked = signum
+            self._note(signum)
+        elif self.received is None:
             self.received = Interrupted(signum)
             if not self._ending:
                 raise self.received
@@ -123,11 +149,14 @@ class Interrupts(Stops):
             self._hook_before(unraisable)
 
     def _watch(self) -> None:
+        noted = 0
         with self._receiver:
             while True:
                 numbers = self._receiver.recv(16)
                 if not numbers:
                     return
                 for signum in numbers:
-                    if signum in SIGNALS and not self._left.wait(self.stuck_s):
+                    if self._note is not None and signum in NOTED and not noted:
+                        noted = signum  # also where the main thread has not seen it yet
+                    elif signum in self.signals and not self._left.wait(self.stuck_s):
                         self._stuck(self.received or Interrupted(signum))

@@ -266,6 +266,7 @@ def _work(settings: TrainSettings, progress: Progress | None = None) -> int:
 
     trainer.missed = missed
     with Interrupts(stuck) as interrupts:
+        trainer.interrupts = interrupts
         try:
             torch.set_num_threads(threads(settings.training.threads_per_rank, world.local_size))
             trainer.world = join(world)

@@ -36,9 +36,8 @@ from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.saving import face
-from stretto.train import checkpoint
 from stretto.train.agreement import agreed_checkpoint, check_shared, take_folders
-from stretto.train.checkpoint_files import CheckpointState, latest_in
+from stretto.train.checkpoint_files import latest_in
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.going_on import (
@@ -49,6 +48,7 @@ from stretto.train.going_on import (
     is_finished,
 )
 from stretto.train.heldout import Evaluation, held_out_steps
+from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.optimizer import learning_rate, make_optimizer
 from stretto.train.peers import heartbeat
@@ -63,13 +63,15 @@ from stretto.train.results import (
     set_earlier_aside,
     speed_line,
 )
+from stretto.train.saves import Saves
 from stretto.train.task import Task, task_of
 from stretto.train.world import World, device_note, leave
 
 
 class Trainer:
     """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
-    called, by another thread, with the number of a rank that gives no sign of life, and its phase."""
+    called, by another thread, with the number of a rank that gives no sign of life, and its phase.
+    `interrupts`: where signals come."""
 
     def __init__(self, settings: TrainSettings, world: World, progress: Progress | None = None) -> None:
         """Nothing happens yet; `run` does everything. progress: shows it, from before there was a trainer."""
@@ -77,6 +79,7 @@ class Trainer:
         self.world = world
         self.step = 0
         self.missed: Callable[[int, str], None] = lambda rank, phase: None
+        self.interrupts = Interrupts(lambda _: None)
         self.progress = progress if progress is not None else Progress(world.rank == 0)
         self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
         self.metrics: Metrics | None = None
@@ -107,7 +110,7 @@ class Trainer:
         task = self._prepare()
         if task is None:
             return None
-        with self.progress, self.metrics or nullcontext():
+        with self.progress, self.metrics or nullcontext(), self._saves:
             self._train(task)
             return Results(
                 settings=self.settings,
@@ -226,6 +229,7 @@ class Trainer:
             self.step = state.step
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
+        self._saves = Saves(settings, task, self.runner, self.optimizer, lambda path: None)
         if self.world.rank == 0:
             set_earlier_aside(settings, start is not None, say)
             begin_run(settings.run_dir, settings, plan)
@@ -239,14 +243,18 @@ class Trainer:
     # Step 4.
 
     def _train(self, task: Task) -> None:
-        training, every = self.settings.training, self.settings.checkpoint.every_steps
+        training = self.settings.training
         if self.step >= training.steps:
             self.progress.say(
                 f"all {training.steps} steps are done; set training.steps higher to go on, or start again "
                 "with --no-resume"
             )
-        exposed: float | None = None
         enter_phase("training")
+        with self.interrupts.noting():
+            self._take_steps(task)
+
+    def _take_steps(self, task: Task) -> None:
+        training, exposed = self.settings.training, None
         while self.step < training.steps:
             begin_s = time.perf_counter()
             batch = task.train(self.step, training.global_batch)
@@ -270,8 +278,24 @@ class Trainer:
                 dropped = "" if self._seen is None else dropped_words(self._seen.evaluation)
                 words = f" ({dropped})" if dropped else ""
                 self.progress.say(f"step {self.step}: held-out loss {held_out:.4f}{words}")
-            if last or (every and self.step % every == 0):
-                self._save()
+            self._save_and_end(last)
+
+    def _save_and_end(self, last: bool) -> None:
+        """Between two steps, on which ranks agree: a checkpoint where one is due, or a rank was asked to end.
+
+        Raises Interrupted then, and StrettoError for a checkpoint that could not be written.
+        """
+        every = self.settings.checkpoint.every_steps
+        if last or (every and self.step % every == 0):
+            self._saves.save(self.step, beside=not last)
+        asked, failed = self.world.most(self.interrupts.asked, self._saves.look())
+        if failed or last:
+            self._saves.wait()
+        if asked:
+            if self._saves.step != self.step:
+                self._saves.save(self.step, beside=False)
+            self._saves.wait()
+            raise Interrupted(asked)
 
     def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
@@ -348,13 +372,6 @@ class Trainer:
                 self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
             self._write(line)
         return self._held_out_at[1]
-
-    def _save(self) -> None:
-        settings = self.settings
-        draws, sizes = self.runner.state.steps, self._task.vocab_size
-        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"))
-        folder, keep = settings.checkpoint_dir, settings.checkpoint.keep
-        checkpoint.save(folder, state, self._task.kept, self.runner, self.optimizer, keep)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
