@@ -26,11 +26,12 @@ from stretto.saving.tensors import Parts
 
 
 class Saving:
-    """A save that is under way. `done`: whether it has ended, well or not."""
+    """A save that is under way. told: whether someone has waited for it."""
 
     def __init__(self, write: Callable[[], object]) -> None:
         """write: what the thread does."""
         self._error: BaseException | None = None
+        self.told = False
         self._thread = threading.Thread(target=self._work, args=(write,), name="saving", daemon=True)
         self._thread.start()
 
@@ -42,6 +43,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
+        """Whether it has ended, well or not."""
         return not self._thread.is_alive()
 
     @property
@@ -52,6 +54,7 @@ class Saving:
     def wait(self) -> None:
         """Until it is on the disk. Raises what `stretto.save` does."""
         self._thread.join()
+        self.told = True
         if self._error is not None:
             raise self._error
 
@@ -139,7 +142,7 @@ def copies_of(runner: Runner) -> Copies:
     known = _COPIES.get(runner)
     if known is None:
         known = _COPIES[runner] = Copies(runner)
-    if known.under_way is not None:
-        before, known.under_way = known.under_way, None
+    before, known.under_way = known.under_way, None
+    if before is not None and not before.told:
         before.wait()
     return known
