@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from stretto.schedule.families import register as register_schedule
     from stretto.simulating import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
+    from stretto.train.callbacks import Callback
     from stretto.train.clip import GradientClip
     from stretto.train.heldout import Evaluation
     from stretto.train.task import Task
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "CaptureError",
     "Check",
     "Cluster",
@@ -89,6 +91,7 @@ __all__ = [
 
 _HOMES = {
     # public name: its module, or module:name where it has another name there
+    "Callback": "stretto.train.callbacks",
     "CaptureError": "stretto.errors",
     "Check": "stretto.checking.compare",
     "Cluster": "stretto.price.cluster",

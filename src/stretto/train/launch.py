@@ -37,6 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.models.build import shapes_alone
+from stretto.train.callbacks import classes_of
 from stretto.train.checkpoint_files import find, latest_in, what_is_left
 from stretto.train.failure import (
     GOES_ON,
@@ -56,6 +57,7 @@ from stretto.train.going_on import check_compatible, find_checkpoint, finished_w
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
 from stretto.train.launch_adapter import forking
+from stretto.train.optimizer import check_optimizer
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
@@ -103,6 +105,9 @@ def start(
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
     kept_by(settings)
+    classes_of(settings)
+    if settings.optimizer.name != "AdamW" or settings.optimizer.options:
+        check_optimizer(settings.optimizer)
     if is_worker() or (settings.parallel.world == 1 and not max_restarts):
         if not is_worker():
             refuse_early(settings)

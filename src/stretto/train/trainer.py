@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.saving import face
 from stretto.train.agreement import agreed_checkpoint, check_shared, take_folders
+from stretto.train.callbacks import Callbacks, RunStart, made_of
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
@@ -55,6 +56,7 @@ from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
 from stretto.train.replan import plans_of
 from stretto.train.results import (
+    Board,
     Metrics,
     Results,
     begin_run,
@@ -82,7 +84,7 @@ class Trainer:
         self.interrupts = Interrupts(lambda _: None)
         self.progress = progress if progress is not None else Progress(world.rank == 0)
         self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
-        self.metrics: Metrics | None = None
+        self.told = Callbacks()
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._returned: dict[str, Any] = {}
@@ -110,7 +112,7 @@ class Trainer:
         task = self._prepare()
         if task is None:
             return None
-        with self.progress, self.metrics or nullcontext(), self._saves:
+        with self.progress, self.told, self._saves:
             self._train(task)
             return Results(
                 settings=self.settings,
@@ -229,11 +231,15 @@ class Trainer:
             self.step = state.step
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
-        self._saves = Saves(settings, task, self.runner, self.optimizer, lambda path: None)
         if self.world.rank == 0:
             set_earlier_aside(settings, start is not None, say)
             begin_run(settings.run_dir, settings, plan)
-            self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
+            run = RunStart(settings, plan, settings.run_dir, self.step)
+            board = [Board()] if settings.output.tensorboard else []
+            self.told = Callbacks([Metrics(run.folder, self.step), *board, *made_of(settings)])
+            self.told.tell("on_start", run)
+        saved = partial(self.told.tell, "on_save")
+        self._saves = Saves(settings, task, self.runner, self.optimizer, saved)
         return task
 
     def _is_finished(self, start: Checkpoint | None) -> bool:
@@ -270,7 +276,7 @@ class Trainer:
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
             self._look(line)
-            self._write(line)
+            self.told.tell("on_step", line)
             self.progress.show({**line, "step_s": statistics.median(self._step_s[-20:])}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
@@ -370,9 +376,5 @@ class Trainer:
             if seen:
                 line["observed"] = observed_line(seen)
                 self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
-            self._write(line)
+            self.told.tell("on_eval", line)
         return self._held_out_at[1]
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(line)
