@@ -1,4 +1,4 @@
-"""MLflow sees what a run does: `stretto train CONFIG output.callbacks='["examples/log_to_mlflow.py:Logger"]'`
+"""MLflow sees what a run does: `output.callbacks = ["examples/log_to_mlflow.py:Logger"]`.
 
 Needs `pip install mlflow`; MLFLOW_TRACKING_URI says where to, by default into the folder `mlruns`.
 """
@@ -6,18 +6,14 @@ Needs `pip install mlflow`; MLFLOW_TRACKING_URI says where to, by default into t
 import mlflow
 
 import stretto
+from stretto.files.settings_file import flat
 
 
 class Logger(stretto.Callback):
     def on_start(self, run):
         mlflow.set_experiment("stretto")
         mlflow.start_run(run_name=run.settings.name)
-        for table, keys in run.settings.model_dump(mode="json").items():
-            mlflow.log_params(
-                {f"{table}.{key}": one for key, one in keys.items()}
-                if isinstance(keys, dict)
-                else {table: keys}
-            )
+        mlflow.log_params(dict(flat(run.settings.model_dump(mode="json"))))
 
     def on_step(self, line):
         numbers = {key: float(one) for key, one in line.items() if isinstance(one, int | float)}

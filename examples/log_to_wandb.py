@@ -1,4 +1,4 @@
-"""Weights & Biases sees what a run does: `stretto train CONFIG output.callbacks='["examples/log_to_wandb.py:Logger"]'`
+"""Weights & Biases sees what a run does: `output.callbacks = ["examples/log_to_wandb.py:Logger"]`.
 
 Needs `pip install wandb`; WANDB_MODE=offline keeps all on this machine.
 """

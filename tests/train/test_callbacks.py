@@ -85,13 +85,13 @@ def test_one_that_fails_ends_the_run_with_its_line_and_the_others_are_told(
     tmp_path: Path, told: Path
 ) -> None:
     path = write_settings(tmp_path, steps=6, every=2)
-    words = r"output.callbacks: Fails: on_step\(\) in .*own.py, line 18, ended with KeyError: 'project'"
+    words = r"output.callbacks: Fails: on_step\(\) in .*own.py, line 19, ended with KeyError: 'project'"
     with pytest.raises(RunError, match=words):
         train(path, of(tmp_path, "Fails", "Tells"))
     assert calls(told)[-1] == ["end", "RunError"]
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
     assert len(steps_of(tmp_path / "run")) == 3
-    with pytest.raises(RunError, match=r"Cannot: __init__\(\) in .*own.py, line 21.*OSError: no network"):
+    with pytest.raises(RunError, match=r"Cannot: __init__\(\) in .*own.py, line 22.*OSError: no network"):
         train(path, of(tmp_path, "Cannot"))
 
 
@@ -99,7 +99,7 @@ def test_of_several_ranks_one_is_told_and_one_message_ends_all(tmp_path: Path, t
     path = write_settings(tmp_path, pp=2, steps=6, every=0)
     first, second = run_ranks(*[["train", path, of(tmp_path, "Tells", "Fails")]] * 2)
     assert (first[0], second[0]) == (1, 1)
-    assert "own.py, line 18, ended with KeyError" in first[2]
+    assert "own.py, line 19, ended with KeyError" in first[2]
     assert [one[0] for one in calls(told)] == ["start", "step", "step", "step", "end"]
 
 

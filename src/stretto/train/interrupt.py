@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place.
 
 While a run takes steps, SIGTERM and SIGUSR1, which batch systems send before they end a job, are noted
-instead: the run saves, and ends then. The second such signal is as any other.
+instead: the run saves, and ends then. A later one is as any other signal.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +21,9 @@ from stretto.errors import StoppedError
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTED = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to save and end."""
+REPEATED_S = 3.0
+"""For how long such a signal is the same one that comes again: Slurm signals each process of a job, and
+launchers pass on what they get. Assumed."""
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
@@ -92,6 +96,7 @@ class Interrupts(Stops):
         super().__init__()
         self.received: Interrupted | None = None
         self.asked = 0
+        self._asked_s = 0.0
         self._note: Callable[[int], object] | None = None
         self.stuck_s = STUCK_S
         self._ending = False
@@ -137,26 +142,33 @@ class Interrupts(Stops):
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._note is not None and signum in NOTED and not self.asked:
-            self.asked = signum
+            self.asked, self._asked_s = signum, time.monotonic()
             self._note(signum)
+        elif self._is_repeated(signum, self._asked_s):
+            return
         elif self.received is None:
             self.received = Interrupted(signum)
             if not self._ending:
                 raise self.received
+
+    def _is_repeated(self, signum: int, since_s: float) -> bool:
+        return since_s > 0 and signum in NOTED and time.monotonic() - since_s < REPEATED_S
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_value is None or unraisable.exc_value is not self.received:
             self._hook_before(unraisable)
 
     def _watch(self) -> None:
-        noted = 0
+        noted_s = 0.0
         with self._receiver:
             while True:
                 numbers = self._receiver.recv(16)
                 if not numbers:
                     return
                 for signum in numbers:
-                    if self._note is not None and signum in NOTED and not noted:
-                        noted = signum  # also where the main thread has not seen it yet
+                    if self._note is not None and signum in NOTED and not noted_s:
+                        noted_s = time.monotonic()  # also where the main thread has not seen it yet
+                    elif self._is_repeated(signum, noted_s):
+                        continue
                     elif signum in self.signals and not self._left.wait(self.stuck_s):
                         self._stuck(self.received or Interrupted(signum))
