@@ -67,7 +67,7 @@ class OptimizerSettings(Settings):
     """How weights follow gradients: AdamW (Loshchilov and Hutter, 2019), or another one of PyTorch's."""
 
     name: str = Field(default="AdamW", min_length=1)
-    """The class of `torch.optim`. One that looks at whole matrices (Adafactor) needs ranks that have them, or
+    """The class of `torch.optim`. One that looks at full matrices (Adafactor) needs ranks that have them, or
     `parallel.owners`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class that are no settings of their own: `momentum` and `nesterov` of SGD, for
@@ -148,8 +148,8 @@ class OutputSettings(Settings):
     tensorboard: bool = False
     """Whether to write TensorBoard events too (needs `pip install 'stretto[tensorboard]'`)."""
     callbacks: list[str] = Field(default_factory=list)
-    """Classes of your own that are told what the run does, on rank 0: `FILE.py:CLASS`, relative to the
-    working directory. The files are programs, and are run."""
+    """Classes of your own that are called as the run goes on, on rank 0: `FILE.py:CLASS`, relative to the
+    working directory ([which methods](training.md#callbacks)). The files are programs, and are run."""
     trace_steps: int = Field(default=3, ge=0)
     """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
     and compared with the prediction. 0 gathers none."""

@@ -26,12 +26,12 @@ from stretto.saving.tensors import Parts
 
 
 class Saving:
-    """A save that is under way. told: whether someone has waited for it."""
+    """A save that is under way. was_waited_for: whether its end is known."""
 
     def __init__(self, write: Callable[[], object]) -> None:
         """write: what the thread does."""
         self._error: BaseException | None = None
-        self.told = False
+        self.was_waited_for = False
         self._thread = threading.Thread(target=self._work, args=(write,), name="saving", daemon=True)
         self._thread.start()
 
@@ -54,7 +54,7 @@ class Saving:
     def wait(self) -> None:
         """Until it is on the disk. Raises what `stretto.save` does."""
         self._thread.join()
-        self.told = True
+        self.was_waited_for = True
         if self._error is not None:
             raise self._error
 
@@ -143,6 +143,6 @@ def copies_of(runner: Runner) -> Copies:
     if known is None:
         known = _COPIES[runner] = Copies(runner)
     before, known.under_way = known.under_way, None
-    if before is not None and not before.told:
+    if before is not None and not before.was_waited_for:
         before.wait()
     return known

@@ -1,4 +1,4 @@
-"""Who is told what a run does, on rank 0: what writes its files, and callbacks of your own.
+"""What is called as a run goes on, on rank 0: what writes its files, and callbacks of your own.
 
 `output.callbacks` names classes in files of Python, `FILE.py:CLASS`. A class may have any of the methods of
 `Callback`; one is made without arguments, before the first step.
@@ -103,14 +103,14 @@ def made_of(settings: TrainSettings) -> list[object]:
 
 
 class Callbacks:
-    """All of a run, told in order; as a context it tells how the run ends. Empty on other ranks than 0."""
+    """All of a run, called in order; as a context it calls `on_end`. Empty on other ranks than 0."""
 
-    def __init__(self, told: Sequence[object] = ()) -> None:
-        self._told = told
+    def __init__(self, called: Sequence[object] = ()) -> None:
+        self._called = called
 
-    def tell(self, method: str, *arguments: object) -> None:
+    def call(self, method: str, *arguments: object) -> None:
         """Raises RunError, with file and line, for what a callback raises."""
-        for one in self._told:
+        for one in self._called:
             try:
                 getattr(one, method, lambda *_: None)(*arguments)
             except StrettoError:
@@ -122,11 +122,11 @@ class Callbacks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """All are told, also where one of them fails; what ended the run is reported, not what follows."""
+        """All are called, also where one of them fails; what ended the run is reported, not what follows."""
         raised: Exception | None = None
-        for one in self._told:
+        for one in self._called:
             try:
-                Callbacks([one]).tell("on_end", error)
+                Callbacks([one]).call("on_end", error)
             except StrettoError as failed:
                 raised = raised or failed
         if error is None and raised is not None:

@@ -65,8 +65,8 @@ class Saves:
             self._saved(settings.checkpoint_dir / name_of(step))
 
     def look(self) -> bool:
-        """Whether this rank knows that its save has failed, which `wait` then raises on all ranks. Tells of
-        one that is complete."""
+        """Whether this rank knows that its save has failed, which `wait` then raises on all ranks. Calls
+        `saved` for one that is complete."""
         if self._under_way is None or not self._under_way.done:
             return False
         if self._under_way.failed:

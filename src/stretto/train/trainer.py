@@ -84,7 +84,7 @@ class Trainer:
         self.interrupts = Interrupts(lambda _: None)
         self.progress = progress if progress is not None else Progress(world.rank == 0)
         self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
-        self.told = Callbacks()
+        self.callbacks = Callbacks()
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._returned: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class Trainer:
         task = self._prepare()
         if task is None:
             return None
-        with self.progress, self.told, self._saves:
+        with self.progress, self.callbacks, self._saves:
             self._train(task)
             return Results(
                 settings=self.settings,
@@ -236,9 +236,9 @@ class Trainer:
             begin_run(settings.run_dir, settings, plan)
             run = RunStart(settings, plan, settings.run_dir, self.step)
             board = [Board()] if settings.output.tensorboard else []
-            self.told = Callbacks([Metrics(run.folder, self.step), *board, *made_of(settings)])
-            self.told.tell("on_start", run)
-        saved = partial(self.told.tell, "on_save")
+            self.callbacks = Callbacks([Metrics(run.folder, self.step), *board, *made_of(settings)])
+            self.callbacks.call("on_start", run)
+        saved = partial(self.callbacks.call, "on_save")
         self._saves = Saves(settings, task, self.runner, self.optimizer, saved)
         return task
 
@@ -276,7 +276,7 @@ class Trainer:
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
             self._look(line)
-            self.told.tell("on_step", line)
+            self.callbacks.call("on_step", line)
             self.progress.show({**line, "step_s": statistics.median(self._step_s[-20:])}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
@@ -376,5 +376,5 @@ class Trainer:
             if seen:
                 line["observed"] = observed_line(seen)
                 self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
-            self.told.tell("on_eval", line)
+            self.callbacks.call("on_eval", line)
         return self._held_out_at[1]
