@@ -12,7 +12,7 @@ from tests.train.tiny import steps_of, train, write_settings
 from stretto.config import LRScheduleSettings, OptimizerSettings, load_settings
 from stretto.errors import UsageError
 from stretto.train import launch
-from stretto.train.optimizer import check_optimizer, learning_rate, make_optimizer
+from stretto.train.optimizer import learning_rate, make_optimizer, state_of
 
 
 def settings_of(**fields: Any) -> OptimizerSettings:
@@ -57,6 +57,13 @@ def test_only_matrices_decay() -> None:
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
+def test_memory_is_counted_for_the_state_that_it_has() -> None:
+    momentum = {"name": "SGD", "options": {"momentum": 0.9}}
+    kinds = {"AdamW": "adamw", "SGD": "sgd", "RMSprop": "momentum", "NAdam": "adamw"}
+    assert {name: state_of(settings_of(name=name)) for name in kinds} == kinds
+    assert state_of(settings_of(**momentum)) == "momentum"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -73,7 +80,7 @@ def test_what_pytorch_does_not_have_is_refused_before_ranks_are_started(
     fields: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        check_optimizer(settings_of(**fields))
+        state_of(settings_of(**fields))
     settings = load_settings(write_settings(tmp_path, pp=2))
     settings = settings.model_copy(update={"optimizer": settings_of(**fields)})
     with pytest.raises(UsageError, match=words):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,11 +124,6 @@ class Callbacks:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """All are called, also where one of them fails; what ended the run is reported, not what follows."""
-        raised: Exception | None = None
-        for one in self._called:
-            try:
-                Callbacks([one]).call("on_end", error)
-            except StrettoError as failed:
-                raised = raised or failed
-        if error is None and raised is not None:
-            raise raised
+        with nullcontext() if error is None else suppress(StrettoError), ExitStack() as ends:
+            for one in self._called:
+                ends.callback(Callbacks([one]).call, "on_end", error)

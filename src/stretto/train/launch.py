@@ -57,7 +57,7 @@ from stretto.train.going_on import check_compatible, find_checkpoint, finished_w
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
 from stretto.train.launch_adapter import forking
-from stretto.train.optimizer import check_optimizer
+from stretto.train.optimizer import state_of
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
@@ -107,7 +107,7 @@ def start(
     kept_by(settings)
     classes_of(settings)
     if settings.optimizer.name != "AdamW" or settings.optimizer.options:
-        check_optimizer(settings.optimizer)
+        state_of(settings.optimizer)
     if is_worker() or (settings.parallel.world == 1 and not max_restarts):
         if not is_worker():
             refuse_early(settings)
@@ -220,8 +220,9 @@ def _launch_once(
         if len(ranks) < world:
             raise Interrupted(signum)
         for rank in ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, signum)
+            if rank.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signum)
 
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torchrun's launcher has many lines on a failure; ours is one

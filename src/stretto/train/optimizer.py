@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stretto.config import LRScheduleSettings, OptimizerSettings
 from stretto.errors import UsageError, meant
+from stretto.ir.parameters import STATES, OptimizerKind
 
 SETTINGS = ("betas", "eps", "weight_decay")
 """Arguments that are settings of their own, where the class has them."""
@@ -21,7 +22,7 @@ SETTINGS = ("betas", "eps", "weight_decay")
 
 def make_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> Optimizer:
     """The optimizer with decay on matrices only: a decayed norm's gain or bias would be pulled away from what
-    the norm needs (as GPT-2's and Llama's recipes leave them out). Raises UsageError as `check_optimizer`."""
+    the norm needs (as GPT-2's and Llama's recipes leave them out). Raises UsageError as `state_of`."""
     made, options = _class_of(settings)
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
@@ -35,9 +36,9 @@ def make_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettin
         raise _refused(settings, error) from None
 
 
-def check_optimizer(settings: OptimizerSettings) -> None:
-    """One step of two small tensors, before anything takes long. Raises UsageError for a class or options
-    that PyTorch does not have, and for an optimizer that cannot take such a step."""
+def state_of(settings: OptimizerSettings) -> OptimizerKind:
+    """Whose state memory is counted for: what one step of two small tensors leaves. Raises UsageError for a
+    class or options that PyTorch does not have, and for an optimizer that cannot take such a step."""
     small = [nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,))]
     optimizer = make_optimizer(small, settings)
     for one in small:
@@ -46,6 +47,9 @@ def check_optimizer(settings: OptimizerSettings) -> None:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise _refused(settings, error) from None
+    state = optimizer.state[small[0]].values()
+    tensors = sum(isinstance(one, torch.Tensor) and one.shape == small[0].shape for one in state)
+    return next((kind for kind, count in STATES.items() if count == tensors), "adamw")
 
 
 def _refused(settings: OptimizerSettings, error: Exception) -> UsageError:

@@ -51,7 +51,7 @@ from stretto.train.going_on import (
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, layout_of_run, move
-from stretto.train.optimizer import learning_rate, make_optimizer
+from stretto.train.optimizer import learning_rate, make_optimizer, state_of
 from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
 from stretto.train.replan import plans_of
@@ -165,6 +165,7 @@ class Trainer:
             order=settings.planning.order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
+            optimizer=state_of(settings.optimizer),
             say=self.progress.detail if self.world.rank == 0 else None,
             kept=kept,
         )
