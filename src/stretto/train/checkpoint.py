@@ -50,9 +50,8 @@ def save(
 
     kept: name and content of a file about the data, such as the tokenizer. keep: how many of the newest stay.
     beside: whether it is written beside steps, once its tensors are copied; every rank must wait for what is
-    returned. One that is still written is waited for.
-    Both raise the same StrettoError on all ranks when a rank could not write; the checkpoints from before
-    stay as they were.
+    returned. Both raise the same StrettoError on all ranks when a rank could not write; the checkpoints from
+    before stay as they were.
     """
     copies = copies_of(runner) if beside else None
     ranks = runner.transport if copies is None else copies.ranks
