@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
-    from stretto.saving.face import load, save
+    from stretto.saving.face import async_save, load, save
     from stretto.saving.pretrained import fill
     from stretto.schedule.families import make_schedule
     from stretto.schedule.families import register as register_schedule
     from stretto.simulating import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
+    from stretto.train.callbacks import Callback
     from stretto.train.clip import GradientClip
     from stretto.train.heldout import Evaluation
     from stretto.train.task import Task
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "CaptureError",
     "Check",
     "Cluster",
@@ -62,6 +64,7 @@ __all__ = [
     "Task",
     "Timeline",
     "UsageError",
+    "async_save",
     "capture",
     "check",
     "fill",
@@ -88,6 +91,7 @@ __all__ = [
 
 _HOMES = {
     # public name: its module, or module:name where it has another name there
+    "Callback": "stretto.train.callbacks",
     "CaptureError": "stretto.errors",
     "Check": "stretto.checking.compare",
     "Cluster": "stretto.price.cluster",
@@ -106,6 +110,7 @@ _HOMES = {
     "Task": "stretto.train.task",
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
+    "async_save": "stretto.saving.face",
     "capture": "stretto.capturing",
     "check": "stretto.checking",
     "fill": "stretto.saving.pretrained",

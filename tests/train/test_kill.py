@@ -121,12 +121,86 @@ def test_a_signal_in_any_phase_ends_the_run_soon_and_it_goes_on_to_the_same_bits
         assert process.returncode == (143 if signum == signal.SIGTERM else 1)
         assert err.count("\n") == 1
         assert "last checkpoint" in err
+        if signum == signal.SIGTERM:
+            assert f"step-{len(steps_of(run)):06d}" in err
     if phase != "the report":
         assert process.returncode in (1, 143), err
     for status, _, err in run_ranks(*[["train", config]] * 2):
         assert (status, err) == (0, "")
     assert bits_of(run) == bits_of(undisturbed)
     assert (run / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_ranks_of_which_one_was_lost_are_started_again(
+    folder: Path, undisturbed: Path, restarts: int
+) -> None:
+    run = folder / f"again-{restarts}"
+    config = write_settings(folder, pp=2, steps=STEPS, every=EVERY, run=run.name)
+    process = start("train", config, "--max-restarts", str(restarts))
+    metrics = run / "metrics.jsonl"
+    for steps in (EVERY + 9, 2 * EVERY + 9):
+        until(lambda least=steps: metrics.exists() and len(steps_of(run)) > least)  # type: ignore[misc]
+        victim = ranks_of(config)[1]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda gone=victim: gone not in ranks_of(config).values())  # type: ignore[misc]
+    _, err = ended(config, process, 120)
+    lost = [line for line in err.splitlines() if "rank 1 was lost after step" in line]
+    again = [line for line in err.splitlines() if "stretto: restart " in line]
+    assert len(lost) == 2
+    assert again == [f"stretto: restart {number + 1} of {restarts}" for number in range(restarts)]
+    assert process.returncode == (0 if restarts == 2 else 1)
+    if restarts == 2:
+        assert bits_of(run) == bits_of(undisturbed)
+
+
+@pytest.mark.slow
+def test_what_fails_again_is_not_started_again(folder: Path) -> None:
+    config = write_settings(folder, pp=2, steps=STEPS, every=0, run="wild")
+    process = start(
+        *("train", config, "optimizer.lr=1e30", "optimizer.grad_clip_norm=0", "--max-restarts", "3")
+    )
+    _, err = ended(config, process, 120)
+    assert process.returncode == 1
+    assert "nothing was updated" in err
+    assert "restart" not in err
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_killed_is_started_again(folder: Path) -> None:
+    config = write_settings(folder, steps=STEPS, every=EVERY, run="one")
+    process = start("train", config, "--max-restarts", "1")
+    os.kill(until_checkpoint(config, process)[0], signal.SIGKILL)
+    _, err = ended(config, process, 120)
+    assert process.returncode == 0, err
+    assert "stretto: restart 1 of 1" in err
+    assert len(steps_of(folder / "one")) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "rank", "all"])
+def test_ranks_agree_on_the_step_that_they_save_at_a_signal(
+    folder: Path, undisturbed: Path, whom: str
+) -> None:
+    run = folder / f"saved-{whom}"
+    config = write_settings(folder, pp=2, steps=STEPS, every=0, run=run.name)
+    process = start("train", config)
+    metrics = run / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(steps_of(run)) > 7)
+    ranks = [*ranks_of(config).values()]
+    for pid in {"launcher": [process.pid], "rank": ranks[1:], "all": [process.pid, *ranks]}[whom]:
+        os.kill(pid, signal.SIGTERM)
+    signalled_s = time.monotonic()
+    _, err = ended(config, process, 30)
+    assert time.monotonic() - signalled_s < 10
+    assert process.returncode == 143
+    step = len(steps_of(run))
+    assert f"step-{step:06d}" in err
+    assert err.count("\n") == 1
+    for status, _, err in run_ranks(*[["train", config]] * 2):
+        assert (status, err) == (0, "")
+    assert bits_of(run) == bits_of(undisturbed)
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ def test_what_ends_a_rank_is_known(settings: TrainSettings) -> None:
     closed = RuntimeError("[pair.cc:1] Connection closed by peer [127.0.0.1]:1")
     assert failure_of(closed, 0, 1, None).cause is Cause.LOST
     assert failure_of(UsageError("wrong"), 0, 1, None).status == 2
+    ecc = failure_of(torch.AcceleratorError("CUDA error: uncorrectable ECC error"), 3, 1, None)
+    assert (ecc.cause, "its device failed (CUDA error: uncorrectable" in ecc.message) == (Cause.LOST, True)
     crash = failure_of(RuntimeError("shapes differ"), 0, 1, None)
     assert crash.cause is Cause.CRASHED
     assert explain(settings, [crash], {0: 1}) == (1, "RuntimeError: shapes differ")

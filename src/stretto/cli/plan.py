@@ -97,6 +97,7 @@ def make(
 
     from stretto.order.policies import policy_of
     from stretto.train.job import device_of, kept_by, trained
+    from stretto.train.optimizer import state_of
     from stretto.train.preload import threads
 
     # As in training: the measured times are those of as many threads.
@@ -119,6 +120,7 @@ def make(
         order=settings.planning.order,
         steps=settings.training.steps,
         search_s=settings.planning.search_s,
+        optimizer=state_of(settings.optimizer),
         say=say,
         kept=kept_by(settings, note or partial(typer.echo, err=True)) if cluster == "local" else None,
     )

@@ -18,7 +18,7 @@ import stretto
 from stretto.cli.common import RENEW, Changes, Config, Fresh, command
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train.failure import PRELOAD, watch_launcher
+from stretto.train.failure import GOES_ON, PRELOAD, is_worker, watch_launcher
 from stretto.train.preload import become_rank, preloaded
 from stretto.train.progress import Progress
 
@@ -43,6 +43,14 @@ def train(
     steps: Annotated[
         int | None, typer.Option("--steps", help="Optimizer steps in all; as --set training.steps=N.")
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often all ranks of this machine are started again, from the newest checkpoint, when "
+            "one was lost: killed, or its device failed.",
+        ),
+    ] = 0,
     fresh: Fresh = False,
 ) -> None:
     """Train a model as a settings file describes, on all ranks of this machine or as a rank of torchrun's."""
@@ -53,6 +61,13 @@ def train(
     overrides = [*(changes or []), *(named or [])]
     if fresh:
         overrides.append(RENEW)
+    if max_restarts and is_worker():
+        raise UsageError(
+            "--max-restarts is for ranks that this command starts itself; these were started by another "
+            "launcher: let that start the job again"
+        )
+    if GOES_ON in os.environ:
+        overrides.append("checkpoint.resume=auto")
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:
@@ -73,12 +88,12 @@ def train(
                     f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without it "
                     "the run starts at its first step"
                 )
-        with preloaded(settings, command) as ranks:
+        with preloaded(settings, command, max_restarts) as ranks:
             gc.disable()  # nothing that is imported is garbage
             from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
             gc.enable()
-            status = start(settings, command, progress, ranks)
+            status = start(settings, command, progress, ranks, max_restarts)
         sys.stdout.flush()
         if status:
             raise typer.Exit(status)

@@ -37,16 +37,22 @@ Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
 
 
 class OptimizerSettings(Settings):
-    """AdamW (Loshchilov and Hutter, 2019)."""
+    """How weights follow gradients: AdamW (Loshchilov and Hutter, 2019), or another one of PyTorch's."""
 
+    name: str = Field(default="AdamW", min_length=1)
+    """The class of `torch.optim`. One that looks at full matrices (Adafactor) needs ranks that have them, or
+    `parallel.owners`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class that are no settings of their own: `momentum` and `nesterov` of SGD, for
+    instance."""
     lr: float = Field(default=1e-3, gt=0)
     """The highest learning rate, reached after the warm-up."""
     betas: Betas = (0.9, 0.95)
-    """Decay of the averages of the gradient and of its square."""
+    """Decay of the averages of the gradient and of its square, where the optimizer has them."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the squared average."""
+    """Added to the root of the squared average, where the optimizer has one."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices; vectors are not decayed."""
+    """Weight decay of matrices, which AdamW decouples from the gradient; vectors are not decayed."""
     grad_clip_norm: float = Field(default=1.0, ge=0)
     """The gradient's global norm is clipped to this; 0 does not clip."""
 
@@ -54,12 +60,15 @@ class OptimizerSettings(Settings):
 class LRScheduleSettings(Settings):
     """How the learning rate changes over the steps."""
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """The way from the highest to the lowest rate."""
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The way from the highest to the lowest rate; "wsd" (warm-up, stable, decay) stays at the highest, and
+    goes down over the last `decay_steps`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate rises linearly from 0; a shorter run ends on the way."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The rate at the last step over `optimizer.lr`; "constant" does not use it."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Of "wsd": the steps at the end over which the rate falls linearly, at most those after the warm-up."""
 
 
 class TrainingSettings(Settings):
@@ -96,6 +105,9 @@ class CheckpointSettings(Settings):
     """Steps between two checkpoints; 0 saves after the last step only."""
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
+    asynchronous: bool = True
+    """Whether one with steps behind it is written while these are taken, from a copy in the processor's
+    memory, which takes as many bytes as the rank writes; false writes it between two steps."""
     resume: str = Field(default="auto", min_length=1)
     """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start again; else the path
     of the checkpoint to go on from."""
@@ -108,6 +120,9 @@ class OutputSettings(Settings):
     """The run's folder; by default `runs/<name>`."""
     tensorboard: bool = False
     """Whether to write TensorBoard events too (needs `pip install 'stretto[tensorboard]'`)."""
+    callbacks: list[str] = Field(default_factory=list)
+    """Classes of your own that are called as the run goes on, on rank 0: `FILE.py:CLASS`, relative to the
+    working directory ([which methods](training.md#callbacks)). The files are programs, and are run."""
     trace_steps: int = Field(default=3, ge=0)
     """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
     and compared with the prediction. 0 gathers none."""
@@ -237,6 +252,11 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             bool(buckets) and settings.data.document_masks,
             "data.document_masks keeps documents of one row apart, and with data.bucket_lengths each has a "
             "row of its own: take one out",
+        ),
+        (
+            (settings.lr_schedule.kind == "wsd") != (settings.lr_schedule.decay_steps > 0),
+            f"lr_schedule.decay_steps = {settings.lr_schedule.decay_steps} belongs to lr_schedule.kind = "
+            f'"wsd", which needs it, and the kind is {settings.lr_schedule.kind!r}',
         ),
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),

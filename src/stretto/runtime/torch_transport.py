@@ -157,6 +157,9 @@ class TorchTransport(Transport):
             raise self._lost("control", None, error) from None
         return result
 
+    def beside(self) -> TorchTransport:
+        return TorchTransport(self._timeout_s)
+
     def during_step(self) -> AbstractContextManager[None]:
         return lanes_first() if self._on_processors else nullcontext()
 

@@ -83,6 +83,11 @@ class Transport(ABC):
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's item, by rank, on all ranks. For small data outside the step."""
 
+    def beside(self) -> Transport:
+        """An end of the same ranks whose gathers another thread may wait for while this one's go on; every
+        rank calls it, at the same place. Raises RunError where there is none."""
+        raise RunError(f"{type(self).__name__} has no end for a second thread")
+
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's, in microseconds."""
         return 0.0
@@ -102,6 +107,7 @@ class _Board:
         default_factory=lambda: defaultdict(lambda: defaultdict(dict))
     )
     failed: str | None = None
+    beside: _Board | None = None
 
 
 class ThreadTransport(Transport):
@@ -131,9 +137,17 @@ class ThreadTransport(Transport):
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
+        board: _Board | None = self._board
+        while board is not None:
+            with board.changed:
+                board.failed = board.failed or reason
+                board.changed.notify_all()
+            board = board.beside
+
+    def beside(self) -> ThreadTransport:
         with self._board.changed:
-            self._board.failed = self._board.failed or reason
-            self._board.changed.notify_all()
+            self._board.beside = self._board.beside or _Board(self.size)
+        return ThreadTransport(self._board.beside, self.rank, self._timeout_s)
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         with self._board.changed, uncounted():

@@ -3,7 +3,8 @@ files docs/saving.md lists. The trainer's checkpoints are such folders with file
 
 A save:
 
-    1. All ranks gather what each has; nothing is touched before all could.
+    1. All ranks gather what each has; nothing is touched before all could. The rest may be done by a thread
+       beside steps, of copies (`stretto.saving.beside`).
     2. Rank 0 makes a folder beside the place, and every rank looks whether it sees it.
     3. All write, and agree that they have.
     4. Rank 0 adds the other files and renames the folder into its place.
@@ -25,10 +26,10 @@ from torch.optim import Optimizer
 
 from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
-from stretto.runtime.all_or_none import on_first, together
-from stretto.runtime.rank_tensors import Part
+from stretto.runtime.all_or_none import Ranks, on_first, together
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
+from stretto.saving.beside import Copies, Saving, copies_of
 from stretto.saving.digests import METADATA
 from stretto.saving.tensors import DTYPES
 
@@ -46,16 +47,30 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` has something
     else, or the optimizer is not the Runner's; StrettoError when one could not write.
     """
+    _prepare_at(path, runner, optimizer, extra)()
+
+
+def async_save(
+    path: str | Path, runner: Runner, optimizer: Optimizer | None = None, extra: Any = None
+) -> Saving:
+    """As `save`, but it returns once all is copied; every rank must call it, and later `wait()` of what it
+    returns, which returns once the checkpoint is complete. Both raise what `save` does.
+
+    Steps may be taken meanwhile. The next one waits for this one. The copies take the processor's memory for
+    what this rank writes, until the Runner is gone.
+    """
+    copies = copies_of(runner)
+    return copies.start(_prepare_at(path, runner, optimizer, extra, copies))
+
+
+def _prepare_at(
+    path: str | Path, runner: Runner, optimizer: Optimizer | None, extra: Any, copies: Copies | None = None
+) -> Callable[[], None]:
     place = Path(path).absolute()
     rest = f"What was at {place} is as it was" if is_saved(place) else "Nothing is there"
-    write(
-        place,
-        runner,
-        optimizer,
-        extra,
-        writing=folder.Writing(f"{place}", "save into a folder on another disk", rest),
-        setting="the path to save to",
-    )
+    writing = folder.Writing(f"{place}", "save into a folder on another disk", rest)
+    setting = "the path to save to"
+    return prepare(place, runner, optimizer, extra, writing=writing, setting=setting, copies=copies)
 
 
 def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -> Any:
@@ -91,7 +106,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
 # Steps, for the trainer too.
 
 
-def write(
+def prepare(
     place: Path,
     runner: Runner,
     optimizer: Optimizer | None,
@@ -100,25 +115,31 @@ def write(
     writing: folder.Writing,
     setting: str,
     files: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write a checkpoint at `place` with `files` beside its own. setting: what the user sets to move it.
-    writing: words a failure.
+    copies: Copies | None = None,
+) -> Callable[[], None]:
+    """Step 1 of a checkpoint at `place` with `files` beside its own, and what does the rest; every rank must
+    call both. setting: what the user sets to move it. writing: words a failure. copies: where the rest is
+    done beside steps.
 
-    Raises on all ranks, with what was at `place` as it was.
+    Both raise on all ranks, with what was at `place` as it was.
     """
     transport = runner.transport
     first = runner.rank == 0
 
-    def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
+    def copied(parts: tensors.Parts) -> tensors.Parts:
+        hooked = optimizer if runner.optimizer is None else None  # else replayed steps may update, too
+        return parts if copies is None else copies.of(parts, hooked)
+
+    def owned_and_table() -> tuple[tensors.Parts, states.OptimizerTable | None]:
         is_free = not first or not place.exists() or is_saved(place)
         if not is_free and not (place.is_dir() and not any(place.iterdir())):
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
         owned = runner.tensors.owned_parts()
         if optimizer is None:
-            return owned, None
+            return copied(owned), None
         table, parts = states.state_of(runner, optimizer)
         mine = {key: part for key, part in parts.items() if runner.owns(states.name_and_key(key)[0])}
-        return owned | mine, table
+        return copied(owned | mine), table
 
     owned, mine = together(transport, owned_and_table)
     tables = transport.all_gather(mine)
@@ -128,29 +149,40 @@ def write(
         extras = {n: m.get_extra_state() for n, m in runner.plain_state.with_extra_state().items()}
         return _packed(table, runner.state.steps, extra if first else None, extras if first else {})
 
-    rest = together(transport, pack)
+    sealed = {REST: together(transport, pack), **(files or {})}
+    ranks: Ranks = transport if copies is None else copies.ranks
+    return partial(_write, place, owned, sealed, ranks, writing, setting)
 
+
+def _write(
+    place: Path,
+    owned: tensors.Parts,
+    files: Mapping[str, bytes],
+    ranks: Ranks,
+    writing: folder.Writing,
+    setting: str,
+) -> None:
     def begin() -> str:  # step 2
         with writing:
             return folder.begin(place)
 
-    probe = on_first(transport, begin)
+    probe = on_first(ranks, begin)
     try:
-        looks = transport.all_gather(folder.look(folder.partial_of(place), probe))
+        looks = ranks.all_gather(folder.look(folder.partial_of(place), probe))
         folder.refuse_apart(looks, setting)
-        files_of_tensors = tensors.write(folder.partial_of(place), owned, transport, writing)  # step 3
+        files_of_tensors = tensors.write(folder.partial_of(place), owned, ranks, writing)  # step 3
 
         def finish() -> None:  # step 4
-            sealed = {**files_of_tensors, REST: rest, **(files or {})}
+            sealed = {**files_of_tensors, **files}
             with writing:
                 for name, data in {**sealed, digests.NAME: digests.sealed(sealed)}.items():
                     if name != METADATA:  # which is written
                         folder.write_synced(folder.partial_of(place) / name, data)
                 folder.commit(place)
 
-        on_first(transport, finish)
+        on_first(ranks, finish)
     except BaseException:
-        if first:
+        if ranks.rank == 0:
             shutil.rmtree(folder.partial_of(place), ignore_errors=True)  # so that it does not fill the disk
         raise
 

@@ -2,9 +2,9 @@
 
 A checkpoint has full tensors only: a rank writes boxes of them, with their offsets, and reads the boxes that
 it needs, whichever boxes were written. So it is free of the layout that wrote it. The steps are those of
-`torch.distributed.checkpoint.save`, with its own planners and files, but ranks use the Runner's transport: so
-ranks may be threads, and all of them agree before the table of contents (`.metadata`) is written, without
-which the folder is nothing.
+`torch.distributed.checkpoint.save`, with its own planners and files, but ranks use the Runner's transport, or
+one beside it: so ranks may be threads, and all of them agree before the table of contents (`.metadata`) is
+written, without which the folder is nothing.
 
     1. All ranks gather what each writes; every rank makes the same plan of all.
     2. Each rank writes its file, takes the digest of each box, and all agree that they have.
@@ -40,9 +40,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from stretto.errors import StrettoError, listed
 from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
-from stretto.runtime.all_or_none import together
+from stretto.runtime.all_or_none import Ranks, together
 from stretto.runtime.rank_tensors import Part
-from stretto.runtime.transport import Transport
 from stretto.saving.digests import (
     METADATA,
     TABLE,
@@ -133,21 +132,21 @@ class PartsPlanner(DefaultSavePlanner):
         return self._views[index.fqn, index.offset]
 
 
-def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> dict[str, bytes]:
+def write(folder: Path, owned: Parts, ranks: Ranks, writing: Writing) -> dict[str, bytes]:
     """Write all ranks' parts into an empty folder that all see; every rank must call it. Returns on rank 0
     the files that say where they are: `tensors.json`, to be written, and `.metadata`, which is.
 
     writing: words a failure. Raises its StrettoError on all ranks when one could not write.
     """
-    first = transport.rank == 0
+    first = ranks.rank == 0
     planner, writer = PartsPlanner(owned), FileSystemWriter(folder)
     # PyTorch wants a tensor under each name; the planner knows the others of it.
     some = {name: part.boxes[0][1] for name, part in owned.items() if part.boxes}
     planner.set_up_planner(some, writer.storage_meta(), first)
     writer.set_up_storage_writer(first)
-    plans = transport.all_gather(planner.create_local_plan())  # step 1
+    plans = ranks.all_gather(planner.create_local_plan())  # step 1
     plans, metadata = planner.create_global_plan(plans)
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[transport.rank])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
 
     def write_mine() -> list[tuple[WriteResult, str]]:  # step 2
         if not plan.items:
@@ -155,20 +154,20 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
         with writing:
             return _digested(folder, writer.write_data(plan, planner).wait())
 
-    results = transport.all_gather(together(transport, write_mine))
+    results = ranks.all_gather(together(ranks, write_mine))
 
     def write_table() -> dict[str, bytes]:  # step 3
         with writing:
-            for rank in results:
-                for one, _ in rank:
+            for wrote in results:
+                for one, _ in wrote:
                     seen, place = folder / one.storage_data.relative_path, one.storage_data
                     if seen.stat().st_size < place.offset + place.length:
                         raise RuntimeError(f"{place.relative_path} is shorter than what a rank wrote")
-            writer.finish(metadata, [[one for one, _ in rank] for rank in results])
-            table = _table(metadata, (one for rank in results for one in rank))
+            writer.finish(metadata, [[one for one, _ in wrote] for wrote in results])
+            table = _table(metadata, (one for wrote in results for one in wrote))
             return {TABLE: table, METADATA: (folder / METADATA).read_bytes()}
 
-    return together(transport, write_table if first else dict)
+    return together(ranks, write_table if first else dict)
 
 
 def stored_in(folder: Path) -> Mapping[str, StoredTensor]:

@@ -21,6 +21,7 @@ from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
 from stretto.runtime.rank_tensors import Part
 from stretto.saving import face, pretrained, tensors
+from stretto.saving.beside import Saving, copies_of
 from stretto.saving.digests import ELSE
 from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
@@ -43,13 +44,17 @@ def save(
     runner: Runner,
     optimizer: torch.optim.Optimizer,
     keep: int,
-) -> Path:
-    """Write the checkpoint of `state.step` into `folder`; every rank must call it. Returns its path.
+    beside: bool = False,
+) -> Saving | None:
+    """Write the checkpoint of `state.step` into `folder`; every rank must call it.
 
     kept: name and content of a file about the data, such as the tokenizer. keep: how many of the newest stay.
-    Raises the same StrettoError on all ranks when a rank could not write; the checkpoints from before stay as
-    they were.
+    beside: whether it is written beside steps, once its tensors are copied; every rank must wait for what is
+    returned. Both raise the same StrettoError on all ranks when a rank could not write; the checkpoints from
+    before stay as they were.
     """
+    copies = copies_of(runner) if beside else None
+    ranks = runner.transport if copies is None else copies.ranks
     last = latest_in(folder)
     rest = f"the last complete checkpoint is {last}" if last is not None else "there is no checkpoint yet"
     writing = Writing(
@@ -67,11 +72,21 @@ def save(
         with writing:
             mark(place, keep)
 
-    on_first(runner.transport, begin)
     files = {kept[0]: kept[1].encode(), STATE: FILE.to_text(state).encode()}
-    face.write(place, runner, optimizer, None, writing=writing, setting="checkpoint.dir", files=files)
-    on_first(runner.transport, end)
-    return place
+    setting = "checkpoint.dir"
+    write = face.prepare(
+        place, runner, optimizer, None, writing=writing, setting=setting, files=files, copies=copies
+    )
+
+    def work() -> None:
+        on_first(ranks, begin)
+        write()
+        on_first(ranks, end)
+
+    if copies is not None:
+        return copies.start(work)
+    work()
+    return None
 
 
 MOST_ABSENT = 8

@@ -36,6 +36,8 @@ PRELOAD = "STRETTO_PRELOAD"
 socket to it."""
 RECORDS_DIR = "STRETTO_RECORDS_DIR"
 """Environment variable: where these ranks record phase and failure."""
+GOES_ON = "STRETTO_GOES_ON"
+"""Environment variable: of ranks that our launcher has started again, to go on from the newest checkpoint."""
 
 STOPPED_S = 30.0
 """How long a process may be stopped. With what it takes to end on a busy machine, the run is over within a
@@ -112,6 +114,8 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
     def failure(cause: Cause, message: str, status: int = 1, lost: int | None = None) -> RankFailure:
         return RankFailure(rank, cause, message, status, step, time.time(), lost)
 
+    if isinstance(error, Interrupted):  # as ranks have agreed to end
+        interrupted = error
     # A signal that arrives inside a library comes out as another exception.
     if interrupted is not None:
         return failure(Cause.INTERRUPTED, str(interrupted), interrupted.status)
@@ -121,6 +125,11 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
         reason = str(error).strip().splitlines()[0]
         words = f"rank {rank}: another rank was lost; resume from the last checkpoint ({reason})"
         return failure(Cause.LOST, words)
+    if is_device(error):
+        reason = str(error).strip().splitlines()[0]
+        return failure(
+            Cause.LOST, f"rank {rank}: its device failed ({reason}); resume from the last checkpoint"
+        )
     if isinstance(error, StrettoError):
         return failure(Cause.REFUSED, str(error), error.exit_status)
     if (words_of_task := of_user(error)) is not None:
@@ -129,6 +138,13 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
         # How rich ends a program whose output no one reads any more, as in `stretto train ... | head`.
         return failure(Cause.REFUSED, "the output was closed before the run ended")
     return failure(Cause.CRASHED, "".join(traceback.format_exception(error)).rstrip())
+
+
+def is_device(error: BaseException) -> bool:
+    """Whether an error is of an accelerator itself, whatever it was asked for."""
+    import torch
+
+    return isinstance(error, torch.AcceleratorError)
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -52,6 +52,11 @@ def check_compatible(
                 f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
                 f"{then.get(key)!r}: set it back, or start again with --no-resume"
             )
+        if key == "optimizer.name" and key in then:
+            raise UsageError(
+                f"{key} = {now[key]!r}, but the checkpoint {checkpoint} has the state of {then[key]}: set it "
+                "back, or start again with --no-resume"
+            )
     name, content = task.kept
     if read_kept(checkpoint, name) != content:
         data = [key for key in differing if key.startswith("data.")]

@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place."""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place.
+
+While a run takes steps, SIGTERM and SIGUSR1, which batch systems send before they end a job, are noted
+instead: the run saves, and ends then. A later one is as any other signal.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from stretto.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTED = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to save and end."""
+REPEATED_S = 3.0
+"""For how long such a signal is the same one that comes again: Slurm signals each process of a job, and
+launchers pass on what they get. Assumed."""
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
@@ -28,6 +39,8 @@ class Stops:
     swallowed while it was loaded, ends what is entered next, inside of the one that got it.
     """
 
+    signals: tuple[signal.Signals, ...] = SIGNALS
+
     def __init__(self, raises: bool = True) -> None:
         self.numbers: list[int] = []
         self._raises = raises
@@ -38,7 +51,7 @@ class Stops:
             outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
             if isinstance(outer, Stops) and outer._raises and outer.numbers:
                 raise KeyboardInterrupt
-            for number in SIGNALS:
+            for number in self.signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._handle)
         return self
@@ -78,12 +91,17 @@ class Interrupts(Stops):
     Call it in the main thread. `received` stays set, because libraries turn exceptions that cross them into
     others. When the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends
     the process. So it does where Python handles the signal inside a callback or a destructor, which cannot
-    raise.
+    raise. asked: the signal that was noted, 0 before.
     """
+
+    signals = (*SIGNALS, signal.SIGUSR1)
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
         super().__init__()
         self.received: Interrupted | None = None
+        self.asked = 0
+        self._asked_s = 0.0
+        self._note: Callable[[int], object] | None = None
         self.stuck_s = STUCK_S
         self._ending = False
         self._stuck = stuck
@@ -116,22 +134,45 @@ class Interrupts(Stops):
         One that came before, while the process was inside a library, is raised now, as the last."""
         self._ending = True
 
+    @contextmanager
+    def noting(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:
+        """While it lasts, the first signal of `NOTED` raises nothing, and is kept in `asked`. note: called
+        with it, in the main thread."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = None
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is None:
+        if self._note is not None and signum in NOTED and not self.asked:
+            self.asked, self._asked_s = signum, time.monotonic()
+            self._note(signum)
+        elif self._is_repeated(signum, self._asked_s):
+            return
+        elif self.received is None:
             self.received = Interrupted(signum)
             if not self._ending:
                 raise self.received
+
+    def _is_repeated(self, signum: int, since_s: float) -> bool:
+        return since_s > 0 and signum in NOTED and time.monotonic() - since_s < REPEATED_S
 
     def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_value is None or unraisable.exc_value is not self.received:
             self._hook_before(unraisable)
 
     def _watch(self) -> None:
+        noted_s = 0.0
         with self._receiver:
             while True:
                 numbers = self._receiver.recv(16)
                 if not numbers:
                     return
                 for signum in numbers:
-                    if signum in SIGNALS and not self._left.wait(self.stuck_s):
+                    if self._note is not None and signum in NOTED and not noted_s:
+                        noted_s = time.monotonic()  # also where the main thread has not seen it yet
+                    elif self._is_repeated(signum, noted_s):
+                        continue
+                    elif signum in self.signals and not self._left.wait(self.stuck_s):
                         self._stuck(self.received or Interrupted(signum))

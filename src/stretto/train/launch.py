@@ -5,8 +5,10 @@ ends, it ends with one message and the right status.
        text, first.
     2. `torch.distributed.launcher` starts one process a rank, each the same command again, over 127.0.0.1.
        Where the system can do it, they are forks of a process that has imported what they need (`preload`).
-    3. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
+    3. SIGTERM and SIGUSR1 are passed on to ranks, which save and end (`stretto.train.interrupt`).
+    4. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
        signal, else the earliest failure counts that is not about another rank.
+    5. Where a rank was lost, all may be started again, from the newest checkpoint.
 
 A single rank needs no process of its own. A rank of our own launcher records its failure and prints nothing;
 one that was started by something else prints its own.
@@ -35,13 +37,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from stretto.config import HuggingFaceSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.models.build import shapes_alone
-from stretto.train.checkpoint_files import find, what_is_left
+from stretto.train.callbacks import classes_of
+from stretto.train.checkpoint_files import find, latest_in, what_is_left
 from stretto.train.failure import (
+    GOES_ON,
     LAUNCHER_PID,
     RECORDS_DIR,
     Cause,
     RankFailure,
     failure_of,
+    is_launched,
     is_worker,
     lost_words,
     record_failure,
@@ -52,6 +57,7 @@ from stretto.train.going_on import check_compatible, find_checkpoint, finished_w
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, refuse_early
 from stretto.train.launch_adapter import forking
+from stretto.train.optimizer import state_of
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.preload import Preloaded, threads
 from stretto.train.progress import STARTED, Progress
@@ -70,6 +76,8 @@ from stretto.train.world import (
 if TYPE_CHECKING:
     from stretto.train.trainer import Trainer
 
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Environment variable: signals at which torchrun's launcher ends its ranks and itself."""
 RANKS_STUCK_S = 40.0
 """How long the launcher has to end by itself after a signal while there are ranks, whose end it reports.
 They have `STUCK_S` from when they get it, and torchrun's launcher kills those left after 30 s."""
@@ -80,11 +88,13 @@ def start(
     command: Sequence[str],
     progress: Progress | None = None,
     preloaded: Preloaded | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Train: as a rank if a launcher started this process, else with all ranks on this machine.
 
     command: the program and arguments that a rank is started with. progress: shows the run until rank 0 does.
-    preloaded: a process of which ranks can be forks.
+    preloaded: a process of which ranks can be forks. max_restarts: how often all ranks are started again when
+    one was lost.
     Returns the exit status. Raises StrettoError and its kin for what is refused before ranks are started, or
     by a single rank.
     """
@@ -95,7 +105,10 @@ def start(
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
     kept_by(settings)
-    if is_worker() or settings.parallel.world == 1:
+    classes_of(settings)
+    if settings.optimizer.name != "AdamW" or settings.optimizer.options:
+        state_of(settings.optimizer)
+    if is_worker() or (settings.parallel.world == 1 and not max_restarts):
         if not is_worker():
             refuse_early(settings)
         return _work(settings, progress)
@@ -118,12 +131,12 @@ def start(
                 progress.say(finished_words(settings))
                 return 0
             interrupts.stuck_s = RANKS_STUCK_S
-            progress.begin(f"starting {settings.parallel.world} ranks")
+            count = settings.parallel.world
+            progress.begin(f"starting {count} rank{'s' if count > 1 else ''}")
             if preloaded is not None and not preloaded.wait():
                 preloaded = None
             progress.stop()  # rank 0 shows the rest
-            with forking(preloaded):
-                return _launch(settings, command, progress.started_at_s)
+            return _launch(settings, command, preloaded, interrupts, progress.started_at_s, max_restarts)
         except Interrupted as error:
             progress.stop()
             print("stretto: interrupted before the first step", file=sys.stderr)
@@ -148,40 +161,91 @@ def _check(settings: TrainSettings, progress: Progress) -> Task:
     return task
 
 
-def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:
-    with (
-        tempfile.TemporaryDirectory(prefix="stretto-") as name,
-        _environment(settings, records := Path(name), started_at_s),
-    ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=settings.parallel.world,
-            run_id=f"stretto-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=str(records / "logs")),
-        )
-        before = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # torchrun's launcher has many lines on a failure; ours is one
-        try:
-            with watching_ranks(records):
-                elastic_launch(config, command[0])(*command[1:])
-            return 0
-        except ChildFailedError as error:
-            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            status, message = explain(settings, recorded_failures(records), exits)
-        except (SignalException, Interrupted) as error:
-            signum = error.sigval if isinstance(error, SignalException) else error.signum
-            step = max((failure.step for failure in recorded_failures(records)), default=0)
-            status = 128 + int(signum)
-            message = f"stretto: interrupted at step {step}; {what_is_left(settings.checkpoint_dir)}"
-        finally:
-            logging.disable(before)
-    print(message, file=sys.stderr)
+def _launch(
+    settings: TrainSettings,
+    command: Sequence[str],
+    preloaded: Preloaded | None,
+    interrupts: Interrupts,
+    started_at_s: float,
+    max_restarts: int,
+) -> int:
+    """Steps 2 to 5."""
+    before = _newest(settings)
+    for restart in range(max_restarts + 1):
+        # What this run has written counts, and nothing that was there before.
+        goes_on = _newest(settings) != before
+        with (
+            tempfile.TemporaryDirectory(prefix="stretto-") as name,
+            _environment(settings, records := Path(name), started_at_s, goes_on),
+        ):
+            status, message, lost = _launch_once(settings, command, preloaded, interrupts, records)
+        if not lost or restart == max_restarts:
+            break
+        print(f"{message}\nstretto: restart {restart + 1} of {max_restarts}", file=sys.stderr, flush=True)
+    if message:
+        print(message, file=sys.stderr)
     return status
+
+
+def _newest(settings: TrainSettings) -> tuple[Path, int] | None:
+    """The newest checkpoint, and when it was written."""
+    path = latest_in(settings.checkpoint_dir)
+    return None if path is None else (path, path.stat().st_mtime_ns)
+
+
+def _launch_once(
+    settings: TrainSettings,
+    command: Sequence[str],
+    preloaded: Preloaded | None,
+    interrupts: Interrupts,
+    records: Path,
+) -> tuple[int, str, bool]:
+    """The exit status, the one message, and whether a rank was lost, so that others may do better."""
+    world = settings.parallel.world
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=f"stretto-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(records / "logs")),
+    )
+    if hasattr(config, "signals_to_handle"):  # of PyTorch 2.13, which no longer reads the variable
+        config.signals_to_handle = os.environ[HANDLED]
+
+    def pass_on(signum: int) -> None:
+        if len(ranks) < world:
+            raise Interrupted(signum)
+        for rank in ranks:
+            if rank.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signum)
+
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torchrun's launcher has many lines on a failure; ours is one
+    try:
+        with watching_ranks(records), forking(preloaded) as ranks, interrupts.noting(pass_on):
+            elastic_launch(config, command[0])(*command[1:])
+        return 0, "", False
+    except ChildFailedError as error:
+        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        failures = recorded_failures(records)
+        status, message = explain(settings, failures, exits)
+        own = any(one.cause in (Cause.REFUSED, Cause.CRASHED) for one in failures)
+        if not interrupts.asked or own:
+            lost = any(one.cause is Cause.LOST for one in failures) and not own
+            return status, message, lost or min(exits.values()) < 0
+        signum = interrupts.asked
+    except (SignalException, Interrupted) as error:
+        signum = error.sigval if isinstance(error, SignalException) else error.signum
+    finally:
+        logging.disable(logged)
+    step = max((failure.step for failure in recorded_failures(records)), default=0)
+    message = f"stretto: interrupted at step {step}; {what_is_left(settings.checkpoint_dir)}"
+    return 128 + int(signum), message, False
 
 
 def explain(
@@ -216,12 +280,17 @@ def explain(
 
 
 @contextmanager
-def _environment(settings: TrainSettings, records: Path, started_at_s: float) -> Iterator[None]:
-    """What ranks find in their environment besides what the launcher gives them."""
+def _environment(
+    settings: TrainSettings, records: Path, started_at_s: float, goes_on: bool = False
+) -> Iterator[None]:
+    """What ranks find in their environment besides what the launcher gives them. goes_on: from the newest
+    checkpoint, whatever settings say."""
     added = {
         RECORDS_DIR: str(records),
         LAUNCHER_PID: str(os.getpid()),
         STARTED: f"{started_at_s:.3f}",
+        # Of PyTorch's launcher; the others are ours.
+        HANDLED: "SIGINT,SIGQUIT,SIGHUP",
         "OMP_NUM_THREADS": str(threads(settings.training.threads_per_rank, settings.parallel.world)),
     }
     if sys.platform == "linux":
@@ -229,7 +298,9 @@ def _environment(settings: TrainSettings, records: Path, started_at_s: float) ->
         added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # Under `nohup`, whose ignored signal torchrun's launcher would take.
-        added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT"
+        added[HANDLED] = "SIGINT,SIGQUIT"
+    if goes_on:
+        added[GOES_ON] = "1"
     before = dict(os.environ)
     os.environ.update(added)
     try:
@@ -266,11 +337,12 @@ def _work(settings: TrainSettings, progress: Progress | None = None) -> int:
 
     trainer.missed = missed
     with Interrupts(stuck) as interrupts:
+        trainer.interrupts = interrupts
         try:
             torch.set_num_threads(threads(settings.training.threads_per_rank, world.local_size))
             trainer.world = join(world)
             trainer.run()
-            if world.size > 1:
+            if world.size > 1 or is_launched():
                 # The interpreter's end would stop threads that are inside the communication library, which
                 # takes that for a crash (SIGABRT). All files are closed, and the ranks have parted.
                 sys.stdout.flush()
@@ -285,7 +357,7 @@ def _work(settings: TrainSettings, progress: Progress | None = None) -> int:
                 interrupts.ending()
             trainer.progress.stop()
             failure = failure_of(error, world.rank, trainer.step, interrupts.received)
-            if world.size > 1:
+            if world.size > 1 or is_launched():
                 _end(trainer, failure)
             if failure.cause is not Cause.INTERRUPTED:
                 raise

@@ -18,22 +18,21 @@ from stretto.train.preload import Preloaded
 
 
 @contextmanager
-def forking(preloaded: Preloaded | None) -> Iterator[None]:
+def forking(preloaded: Preloaded | None) -> Iterator[list[Any]]:
     """While it lasts, ranks are forks of a process; None starts them as always, and so does one that is
-    gone."""
-    if preloaded is None:
-        yield
-        return
-    ranks = preloaded
+    gone. Gives a list to which the processes of the ranks are added, as `subprocess.Popen` has them."""
+    started: list[Any] = []
 
     class ForkHandler(SubprocessHandler):
         def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
-            return ranks.fork(env) or super()._popen(args, env)
+            forked = None if preloaded is None else preloaded.fork(env)
+            started.append(forked or super()._popen(args, env))
+            return started[-1]
 
     api: Any = torch.distributed.elastic.multiprocessing.api
     before = api.get_subprocess_handler
     api.get_subprocess_handler = ForkHandler
     try:
-        yield
+        yield started
     finally:
         api.get_subprocess_handler = before

@@ -143,9 +143,11 @@ class Preloaded:
 
 
 @contextmanager
-def preloaded(settings: TrainSettings, command: Sequence[str]) -> Iterator[Preloaded | None]:
+def preloaded(
+    settings: TrainSettings, command: Sequence[str], max_restarts: int = 0
+) -> Iterator[Preloaded | None]:
     """Step 1, for as long as the context lasts; None where a process is a rank itself, and where the system
-    does not let it adopt ranks. command: of the ranks."""
+    does not let it adopt ranks. command: of the ranks. max_restarts: how often all may be started again."""
     ranks = settings.parallel.world
     devices = settings.training.device != "cpu" and drivers()
     if ranks == 1 or is_worker() or devices or not _adopt(True):
@@ -154,7 +156,7 @@ def preloaded(settings: TrainSettings, command: Sequence[str]) -> Iterator[Prelo
     model = settings.model
     names = [f"transformers:{model.architecture}"] if isinstance(model, HuggingFaceSettings) else []
     count = str(threads(settings.training.threads_per_rank, ranks))
-    process = Preloaded(command, {"OMP_NUM_THREADS": count}, names, ranks)
+    process = Preloaded(command, {"OMP_NUM_THREADS": count}, names, ranks * (1 + max_restarts))
     try:
         yield process
     finally:

@@ -21,6 +21,7 @@ from stretto.files.say import Say, silent
 from stretto.ir.plan import Plan
 from stretto.planning.make_plan import plan as make_plan
 from stretto.runtime.shapes import PlanFor, Shape
+from stretto.train.optimizer import state_of
 from stretto.train.task import Task
 
 
@@ -47,6 +48,7 @@ def plans_of(
             order=settings.planning.order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
+            optimizer=state_of(settings.optimizer),
             kept=None if kept is None else replace(kept, say=silent),
         )
         assert plan.prediction is not None

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from stretto.config import TrainSettings
-from stretto.errors import StrettoError
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.metrics import Observed, ObservedRun
@@ -33,6 +32,7 @@ from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
 from stretto.runtime.rank_tensors import full_spec
+from stretto.train.callbacks import RunStart
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
@@ -212,9 +212,9 @@ def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> 
 
 
 class Metrics:
-    """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
+    """Writes metrics.jsonl in a run's folder, as a callback."""
 
-    def __init__(self, run_dir: Path, from_step: int, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, from_step: int) -> None:
         """from_step: steps done before this run; later lines of an earlier run are taken out.
 
         Raises StrettoError when the file cannot be written.
@@ -224,32 +224,41 @@ class Metrics:
             kept = _lines_up_to(self._path, from_step)
             write_file(self._path, b"".join(line + b"\n" for line in kept))
             self._file = self._path.open("a", encoding="utf-8")
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Add a line; it has `step`. Raises StrettoError when the disk is full."""
+    def on_step(self, line: Mapping[str, Any]) -> None:
+        """Add a line. Raises StrettoError when the disk is full."""
         with saving(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        if self._board is not None:
-            for key, value in line.items():
-                if isinstance(value, int | float) and key != "step":
-                    self._board.add_scalar(key, value, line["step"])
 
-    def __enter__(self) -> Metrics:
-        return self
+    on_eval = on_step
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the files, also where they cannot be written to their ends, which raises StrettoError; what
-        ended the run is reported, not what follows from it."""
-        reported = nullcontext() if kind is None else suppress(StrettoError)
-        with reported, saving(self._path), self._file:
-            if self._board is not None:
-                self._board.close()
+    def on_end(self, _: BaseException | None) -> None:
+        """Close the file, also where it cannot be written to its end, which raises StrettoError."""
+        with saving(self._path), self._file:
+            pass
+
+
+class Board:
+    """Writes the numbers of lines as TensorBoard events, as a callback."""
+
+    def on_start(self, run: RunStart) -> None:
+        """Later events of an earlier run do not count."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def on_step(self, line: Mapping[str, Any]) -> None:
+        """Add a line."""
+        for key, value in line.items():
+            if isinstance(value, int | float) and key != "step":
+                self._writer.add_scalar(key, value, line["step"])
+
+    on_eval = on_step
+
+    def on_end(self, _: BaseException | None) -> None:
+        """Close the file."""
+        self._writer.close()
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:

@@ -19,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,9 +37,9 @@ from stretto.report.grid import fitted
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.saving import face
-from stretto.train import checkpoint
 from stretto.train.agreement import agreed_checkpoint, check_shared, take_folders
-from stretto.train.checkpoint_files import CheckpointState, latest_in
+from stretto.train.callbacks import Callbacks, RunStart, made_of
+from stretto.train.checkpoint_files import latest_in
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.going_on import (
@@ -50,12 +50,14 @@ from stretto.train.going_on import (
     is_finished,
 )
 from stretto.train.heldout import Evaluation, held_out_steps
+from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import kept_by, layout_of_run, move
-from stretto.train.optimizer import learning_rate, make_optimizer
+from stretto.train.optimizer import learning_rate, make_optimizer, state_of
 from stretto.train.peers import heartbeat
 from stretto.train.progress import Progress
 from stretto.train.replan import plans_of
 from stretto.train.results import (
+    Board,
     Metrics,
     Results,
     begin_run,
@@ -64,13 +66,15 @@ from stretto.train.results import (
     set_earlier_aside,
     speed_line,
 )
+from stretto.train.saves import Saves
 from stretto.train.task import Task, task_of
 from stretto.train.world import World, device_note, leave
 
 
 class Trainer:
     """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
-    called, by another thread, with the number of a rank that gives no sign of life, and its phase."""
+    called, by another thread, with the number of a rank that gives no sign of life, and its phase.
+    `interrupts`: where signals come."""
 
     def __init__(self, settings: TrainSettings, world: World, progress: Progress | None = None) -> None:
         """Nothing happens yet; `run` does everything. progress: shows it, from before there was a trainer."""
@@ -78,9 +82,10 @@ class Trainer:
         self.world = world
         self.step = 0
         self.missed: Callable[[int, str], None] = lambda rank, phase: None
+        self.interrupts = Interrupts(lambda _: None)
         self.progress = progress if progress is not None else Progress(world.rank == 0)
         self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
-        self.metrics: Metrics | None = None
+        self.callbacks = Callbacks()
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
         self._returned: dict[str, Any] = {}
@@ -108,7 +113,7 @@ class Trainer:
         task = self._prepare()
         if task is None:
             return None
-        with self.progress, self.metrics or nullcontext():
+        with self.progress, self.callbacks, self._saves:
             self._train(task)
             return Results(
                 settings=self.settings,
@@ -161,6 +166,7 @@ class Trainer:
             order=settings.planning.order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
+            optimizer=state_of(settings.optimizer),
             say=self.progress.detail if self.world.rank == 0 else None,
             kept=kept,
         )
@@ -232,7 +238,12 @@ class Trainer:
         if self.world.rank == 0:
             set_earlier_aside(settings, start is not None, say)
             begin_run(settings.run_dir, settings, plan)
-            self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
+            run = RunStart(settings, plan, settings.run_dir, self.step)
+            board = [Board()] if settings.output.tensorboard else []
+            self.callbacks = Callbacks([Metrics(run.folder, self.step), *board, *made_of(settings)])
+            self.callbacks.call("on_start", run)
+        saved = partial(self.callbacks.call, "on_save")
+        self._saves = Saves(settings, task, self.runner, self.optimizer, saved)
         return task
 
     def _is_finished(self, start: Checkpoint | None) -> bool:
@@ -242,14 +253,18 @@ class Trainer:
     # Step 4.
 
     def _train(self, task: Task) -> None:
-        training, every = self.settings.training, self.settings.checkpoint.every_steps
+        training = self.settings.training
         if self.step >= training.steps:
             self.progress.say(
                 f"all {training.steps} steps are done; set training.steps higher to go on, or start again "
                 "with --no-resume"
             )
-        exposed: float | None = None
         enter_phase("training")
+        with self.interrupts.noting():
+            self._take_steps(task)
+
+    def _take_steps(self, task: Task) -> None:
+        training, exposed = self.settings.training, None
         while self.step < training.steps:
             begin_s = time.perf_counter()
             batch = task.train(self.step, training.global_batch)
@@ -265,7 +280,7 @@ class Trainer:
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered
             self._look(line)
-            self._write(line)
+            self.callbacks.call("on_step", line)
             self.progress.show({**line, "step_s": statistics.median(self._step_s[-20:])}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
@@ -273,8 +288,24 @@ class Trainer:
                 dropped = "" if self._seen is None else dropped_words(self._seen.evaluation)
                 words = f" ({dropped})" if dropped else ""
                 self.progress.say(f"step {self.step}: held-out loss {held_out:.4f}{words}")
-            if last or (every and self.step % every == 0):
-                self._save()
+            self._save_and_end(last)
+
+    def _save_and_end(self, last: bool) -> None:
+        """Between two steps, on which ranks agree: a checkpoint where one is due, or a rank was asked to end.
+
+        Raises Interrupted then, and StrettoError for a checkpoint that could not be written.
+        """
+        every = self.settings.checkpoint.every_steps
+        if last or (every and self.step % every == 0):
+            self._saves.save(self.step, beside=not last)
+        asked, failed = self.world.most(self.interrupts.asked, self._saves.look())
+        if failed or last:
+            self._saves.wait()
+        if asked:
+            if self._saves.step != self.step:
+                self._saves.save(self.step, beside=False)
+            self._saves.wait()
+            raise Interrupted(asked)
 
     def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
@@ -350,17 +381,5 @@ class Trainer:
             if seen:
                 line["observed"] = observed_line(seen)
                 self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
-            self._write(line)
+            self.callbacks.call("on_eval", line)
         return self._held_out_at[1]
-
-    def _save(self) -> None:
-        settings = self.settings
-        draws, sizes = self.runner.state.steps, self._task.vocab_size
-        data = None if self._task.state is None else self._task.state()
-        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"), data)
-        folder, keep = settings.checkpoint_dir, settings.checkpoint.keep
-        checkpoint.save(folder, state, self._task.kept, self.runner, self.optimizer, keep)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(line)

@@ -46,6 +46,13 @@ class World:
         """Every rank's item, by rank; all must call it."""
         return gather_all(item) if self.size > 1 else [item]
 
+    def most(self, *numbers: int) -> list[int]:
+        """By place, the largest of what ranks give; all must call it."""
+        values = torch.tensor(numbers)
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return [int(one) for one in values.tolist()]
+
 
 def environment() -> World:
     """The rank that the environment names, before anything is joined; a single rank without one.

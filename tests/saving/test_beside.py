@@ -1,0 +1,106 @@
+"""`stretto.async_save`: what is saved is what was there when it was called, whatever steps follow."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+
+import stretto
+from stretto.runtime.runner import Runner
+from stretto.saving.tensors import stored_in
+from tests.saving.test_face import adamw, run, train
+
+
+def boxes_of(place: Path) -> set[tuple[object, ...]]:
+    """All that is stored, by digests."""
+    stored = stored_in(place)
+    return {(name, box.offsets, box.digest) for name, one in stored.items() for box in one.boxes}
+
+
+@pytest.mark.parametrize("layout", ["one", "pp dp"])
+def test_steps_that_are_taken_meanwhile_change_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    original, stepped = FileSystemWriter.write_data, threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert stepped.wait(60.0)
+        return original(*arguments)
+
+    def work(runner: Runner) -> None:
+        optimizer = adamw(runner.named_parameters())
+        for number, steps in enumerate((1, 2)):
+            train(runner, optimizer, steps)
+            stretto.save(tmp_path / f"between-{number}", runner, optimizer, "more")
+        again = adamw(runner.named_parameters())
+        stretto.load(tmp_path / "between-0", runner, again)
+        monkeypatch.setattr(FileSystemWriter, "write_data", late)
+        first = stretto.async_save(tmp_path / "beside-0", runner, again, "more")
+        train(runner, again, 2)
+        assert not first.done
+        assert not (tmp_path / "beside-0").exists()
+        stepped.set()
+        second = stretto.async_save(tmp_path / "beside-1", runner, again, "more")
+        assert first.done, "one at a time"
+        train(runner, again, 1)
+        second.wait()
+
+    run(layout, work)
+    for number in range(2):
+        assert boxes_of(tmp_path / f"between-{number}") == boxes_of(tmp_path / f"beside-{number}")
+    assert boxes_of(tmp_path / "beside-0") != boxes_of(tmp_path / "beside-1")
+
+
+def test_a_disk_that_is_full_is_told_on_all_ranks_and_the_next_save_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FileSystemWriter.write_data
+
+    def full(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
+        if plan.storage_data.prefix == "__1_":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(writer, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    together = threading.Barrier(2)
+
+    def work(runner: Runner) -> None:
+        for _ in range(2):  # told by `wait`, and where no one waits by the next save
+            failing = stretto.async_save(tmp_path / "a", runner)
+            with pytest.raises(stretto.StrettoError, match="the disk is full"):
+                failing.wait()
+        left = stretto.async_save(tmp_path / "a", runner)
+        while not left.done:
+            pass
+        together.wait()
+        monkeypatch.setattr(FileSystemWriter, "write_data", original)
+        with pytest.raises(stretto.StrettoError, match="the disk is full"):
+            stretto.async_save(tmp_path / "a", runner)
+        assert not list(tmp_path.iterdir())
+        together.wait()
+        stretto.async_save(tmp_path / "a", runner).wait()
+
+    run("pp", work)
+    assert run("one", lambda runner: stretto.load(tmp_path / "a", runner)) == [None]
+
+
+def test_without_memory_for_copies_the_message_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    def work(runner: Runner) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", none)
+            with pytest.raises(stretto.StrettoError, match=r"can't allocate .*asynchronous = false"):
+                stretto.async_save(tmp_path / "a", runner)
+        assert not list(tmp_path.iterdir())
+
+    run("one", work)
