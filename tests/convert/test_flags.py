@@ -270,6 +270,16 @@ FULL
 FULL --recompute-method uniform
     not needed: --recompute-num-layers 1
     lacking: --recompute-num-layers 2
+OWN --optimizer adam
+    optimizer.name = 'SGD': --optimizer sgd
+    not needed: --optimizer adam; --sgd-momentum 0.5; --lr-wsd-decay-style linear;
+        --lr-wsd-decay-iters 2
+OWN --optimizer sgd
+    optimizer.options.momentum = 0.5: --sgd-momentum 0.5
+OWN --lr-decay-style WSD --lr-wsd-decay-style linear
+    lr_schedule.decay_steps = 2: --lr-wsd-decay-iters 2
+OWN --lr-wsd-decay-style linear --lr-wsd-decay-iters 2
+    lr_schedule.kind = 'wsd': --lr-decay-style WSD
 OWN --lr-decay-style constant
     not needed: --lr-decay-iters 80; --min-lr 0
 OWN --save a

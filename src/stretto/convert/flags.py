@@ -153,8 +153,14 @@ another flag says it
     log-interval:i=100->training.log_every save-interval:i->checkpoint.every_steps save:t->checkpoint.dir
     tensorboard-dir:t
 
-AdamW is the one there is
+AdamW is the default
     optimizer:(adam|sgd|muon|dist_muon)=adam
+
+only --optimizer sgd has it
+    sgd-momentum:f=0.9
+
+only --lr-decay-style WSD has it
+    lr-wsd-decay-style:(exponential|linear|cosine|minus_sqrt)=exponential lr-wsd-decay-iters:i
 
 a run goes on from its own newest checkpoint by itself (checkpoint.resume)
     load:t
@@ -166,6 +172,9 @@ setting comes of."""
 NOT_NEEDED = _rows(
     "not needed",
     """
+checkpoints are written while steps are taken (checkpoint.asynchronous), and SIGTERM saves and ends a run
+    async-save exit-signal-handler
+
 gradient reductions start inside the backward, and the order puts compute over them
     overlap-grad-reduce no-align-grad-reduce ddp-num-buckets:i ddp-bucket-size:i ddp-average-in-collective
     ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion
@@ -345,16 +354,16 @@ Megatron's checkpoints are not read: a run starts with fresh weights, or from it
     finetune pretrained-checkpoint:t ckpt-step:i use-checkpoint-args use-mp-args-from-checkpoint-args
     moe-use-upcycling moe-upcycling-granularity:i load-main-params-from-ckpt
 
-the ranks that train write a checkpoint and go on when it is written; the newest two stay
-(checkpoint.keep)
-    async-save no-save-optim save-retain-interval:i non-persistent-save-interval:i
+a checkpoint has all that a run goes on from; the newest two stay (checkpoint.keep)
+    no-save-optim save-retain-interval:i non-persistent-save-interval:i
     non-persistent-ckpt-type:t
 
-a run ends with its last step; SIGTERM ends it at once, and its last checkpoint stays
-    exit-interval:i exit-duration-in-mins:i exit-signal-handler adlr-autoresume adlr-autoresume-interval:i
+a run ends with its last step, or where SIGTERM or SIGUSR1 asks it to save and end
+    exit-interval:i exit-duration-in-mins:i adlr-autoresume adlr-autoresume-interval:i
     enable-high-availability enable-ft-package inprocess-restart
 
-metrics are written to a file (metrics.jsonl) and, if asked, for TensorBoard
+metrics are written to a file (metrics.jsonl), if asked for TensorBoard, and where callbacks of yours write
+them (output.callbacks; examples/log_to_wandb.py)
     wandb-project:t wandb-entity:t wandb-exp-name:t wandb-save-dir:t
 
 kernels are those that PyTorch takes by itself

@@ -7,6 +7,7 @@ import math
 from stretto.convert.arguments import Tally
 
 WARMUP = ("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
+WSD = ("--lr-wsd-decay-style", "--lr-wsd-decay-iters")
 DECAY = ("--lr-decay-iters", "--lr-decay-samples")
 
 
@@ -17,12 +18,22 @@ def put_training(tally: Tally) -> None:
     tally.lack('precision = "bf16" takes its place, which needs no scaled loss', "--fp16")
     tally.need("--seq-length")
     _put_rates(tally, _put_steps(tally))
-    if tally.get("--optimizer") != "adam":
-        tally.refuse("--optimizer", "Stretto's optimizer is AdamW; append --optimizer adam and its rates")
-    betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
-    tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
+    _put_optimizer(tally)
     _put_evaluation(tally)
     _put_saving(tally)
+
+
+def _put_optimizer(tally: Tally) -> None:
+    kind = tally.get("--optimizer")
+    if kind == "sgd":
+        tally.put("optimizer.name", "SGD", "--optimizer")
+        tally.put("optimizer.options.momentum", tally.get("--sgd-momentum"), "--sgd-momentum")
+        tally.lack("SGD has no such number", "--adam-beta1", "--adam-beta2")
+        return
+    if kind != "adam":
+        tally.refuse("--optimizer", "Megatron's Muon is none of torch.optim; append --optimizer adam, or sgd")
+    betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
+    tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
 
 
 def _put_steps(tally: Tally) -> int:
@@ -41,13 +52,17 @@ def _put_rates(tally: Tally, steps: int) -> None:
     if peak is None:
         tally.refused.append("--lr is missing; append --lr and the highest rate")
         return
-    if style not in ("constant", "linear", "cosine"):
+    if style == "WSD":
+        if tally.get(WSD[0]) != "linear":
+            tally.refuse(WSD[0], f"Stretto's rates decay on a line; append {WSD[0]} linear")
+        tally.put("lr_schedule.decay_steps", tally.need(WSD[1]), WSD[1])
+    elif style not in ("constant", "linear", "cosine"):
         tally.refuse(
             "--lr-decay-style",
-            "Stretto's rates are constant, linear or cosine; append --lr-decay-style cosine",
+            "Stretto's rates are constant, linear, cosine or WSD; append --lr-decay-style cosine",
         )
         return
-    tally.put("lr_schedule.kind", style, "--lr-decay-style")
+    tally.put("lr_schedule.kind", style.lower(), "--lr-decay-style")
     if style != "constant" and peak > 0:
         tally.put("lr_schedule.min_lr_ratio", least / peak, "--min-lr", "--lr")
     batch = tally.values.get("training.global_batch", 1)
