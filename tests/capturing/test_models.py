@@ -225,6 +225,20 @@ def test_activation_checkpointing_is_said_to_have_no_effect(name: str, frozen: b
     assert_equal(run(plan_of(job_of(found, 2, 2)), model, batch), plain(model, batch, mean_square), 1e-10)
 
 
+def test_a_re_entrant_checkpoint_trains_nothing_where_its_inputs_require_no_gradient() -> None:
+    """As in PyTorch, which warns."""
+
+    class Wrapped(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = checkpoint(self.layers[0], x, use_reentrant=True)
+            return self.out(torch.tanh(made))
+
+    model, batch = Wrapped(), rows()
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        found = trace(model, batch, mean_square, microbatches=1)
+    assert_equal(run(plan_of(job_of(found, 1, 1)), model, batch), plain(model, batch, mean_square), 1e-10)
+
+
 def test_autocast_inside_the_loss_is_captured() -> None:
     model, batch = Chain().float(), rows().float()
 

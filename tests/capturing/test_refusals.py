@@ -20,7 +20,6 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import backward as torch_backward
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 import stretto
 from tests.capturing.steps import assert_plain
@@ -388,19 +387,6 @@ def test_a_backward_within_the_backward(name: str, frozen: bool) -> None:
         backward_in_loss(model, rows())
         assert all(p.grad is not None for p in model.parameters())
         Own.apply(model.out, rows().requires_grad_()).sum().backward()
-
-
-class Wrapped(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(super().forward, x, use_reentrant=True)
-        return made
-
-
-def test_a_checkpoint_that_would_train_nothing() -> None:
-    """Of what gets no tensor that requires a gradient, PyTorch's re-entrant kind gives no gradients."""
-    message = refusal(Wrapped(), rows(), mean_square)
-    assert "would train nothing of what it wraps" in message
-    assert "use_reentrant=False" in message
 
 
 class Stopped(torch.autograd.Function):

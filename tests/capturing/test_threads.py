@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.capturing.evaluation import capture_evaluation
 
 BATCH = torch.ones(2, 4)
 
@@ -57,3 +58,30 @@ def test_a_thread_that_traces_leaves_the_others_alone() -> None:
     assert torch.autograd.Function.__dict__["apply"] is apply
     assert not torch.compiler.is_compiling()
     assert first.stages == captured().stages
+
+
+def test_threads_that_share_a_model_evaluate_it_each_in_eval_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+
+    def plain(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        return loss
+
+    training = stretto.capture(model, BATCH, plain, stretto.Parallel())
+    failed: list[BaseException] = []
+
+    def evaluate() -> None:
+        try:
+            for _ in range(3):
+                job = capture_evaluation(model, BATCH, plain, training)
+                assert not [op for stage in job.stages for op in stage.all_ops if "dropout" in op.target]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=evaluate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert all(module.training for module in model.modules())

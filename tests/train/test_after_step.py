@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from tests.train.tiny import steps_of, train, write_settings
+
+from stretto.saving import digests
 
 MOE = """
 kind = "moe"
@@ -37,5 +40,13 @@ def test_biases_move_once_a_step_and_are_resumed(tmp_path: Path) -> None:
 
     half = write_settings(tmp_path, steps=2, every=2, run="half", table=MOE)
     train(half, RATE)
+    # A checkpoint from before there was a setting goes on with its default.
+    place = tmp_path / "half" / "checkpoints" / "step-000002"
+    state = place / "state.json"
+    document = json.loads(state.read_text())
+    del document["settings"]["model"]["groups"], document["settings"]["optimizer"]["name"]
+    state.write_text(json.dumps(document))
+    names = json.loads((place / digests.NAME).read_text())["files"]
+    (place / digests.NAME).write_bytes(digests.sealed({name: (place / name).read_bytes() for name in names}))
     resumed = train(half, RATE, "training.steps=4")
     assert torch.equal(dict(resumed.runner.named_buffers())[NAME], bias)

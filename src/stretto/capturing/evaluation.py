@@ -10,6 +10,8 @@ So every rank evaluates with the parameters that it trains.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from stretto.capturing.cuts import cuts_of
 from stretto.capturing.laid_out import laid_out
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
+from stretto.capturing.torch_state_adapter import ONE_TRACE
 from stretto.capturing.trace import PLAIN, trace
 from stretto.ir.forms import forward_only
 from stretto.ir.program import Job
@@ -45,9 +48,7 @@ def capture_evaluation(
     Raises CaptureError when the model reads its parameters in another order than while training.
     """
     layout = layout.evaluating
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with ONE_TRACE, _evaluating(model):  # which ranks that are threads may share
         traced = trace(
             model,
             marked(batch, dict(training.batch_dims)),
@@ -58,9 +59,6 @@ def capture_evaluation(
             layout=layout.traced,
         )
         traced = laid_out(traced, layout, model) if layout.by_passes else traced
-    finally:
-        for module, mode in modes:
-            module.training = mode
     stages = len(training.stages)
     cuts = cuts_of(
         traced,
@@ -74,3 +72,15 @@ def capture_evaluation(
     parameters = tuple(replace(p, kept=axes, slot=slot) for p, axes, slot in own)
     job = replace(job, axes=training.axes, zero=training.zero, parameters=parameters, mean_over=None)
     return forward_only(job)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in eval() mode; behind it, each module in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,7 +1,7 @@
 """PyTorch's global state while a model is traced, and back as it was when that is over.
 
 The state is the process's. Ranks that are threads trace one after the other (`ONE_TRACE`), and what is
-refused is refused to the thread that traces: others may take steps meanwhile.
+refused is refused to the thread that traces.
 
 Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch.
 Private corners of PyTorch (2.11 to 2.13), like `torch_adapter`:
@@ -162,7 +162,8 @@ def _no_inner_backward(asked: list[bool]) -> Iterator[None]:
 
     Functions that do so in their backward are refused where they are called: nothing calls their backward
     while the graph is made if they get what needs no gradient but by `requires_grad_`, and the gradients of
-    all that is in them would be lost. What re-entrant checkpointing wraps is called as it is.
+    all that is in them would be lost. What re-entrant checkpointing wraps is called as it is; where its
+    inputs require no gradient it trains nothing, as PyTorch has it.
     """
     backward, function = torch.autograd.backward, torch.autograd.Function
     apply = function.__dict__["apply"]
@@ -186,14 +187,11 @@ def _no_inner_backward(asked: list[bool]) -> Iterator[None]:
                 "recompute='full', 'selective' or a limit of Parallel to decide"
             )
         function, _, *given = args
-        if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
-            raise CaptureError(
-                "torch.utils.checkpoint with use_reentrant=True gets no tensor that requires a gradient, so "
-                "PyTorch would train nothing of what it wraps: give use_reentrant=False, or let its input "
-                "require a gradient (model.enable_input_require_grads() of transformers)"
-            )
+        torch.utils.checkpoint.check_backward_validity(given)  # warns where nothing of it is trained
+        trains = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
         asked.append(True)
-        return function(*given)
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            return function(*given)
 
     torch.autograd.backward = refuse
     function.apply = classmethod(applied)  # type: ignore[assignment]

@@ -6,7 +6,11 @@ nothing of what only ranks need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
@@ -43,7 +47,7 @@ def check_compatible(
     Raises UsageError, with the key, for one that makes another model of it, and when the data is
     another (text has other tokens) or the checkpoint does not have its digest.
     """
-    then = dict(flat(state.settings))
+    then = dict(flat(_as_now(state.settings)))
     now = dict(flat(settings.model_dump(mode="json")))
     differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     for key in differing:
@@ -52,7 +56,7 @@ def check_compatible(
                 f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
                 f"{then.get(key)!r}: set it back, or start again with --no-resume"
             )
-        if key == "optimizer.name" and key in then:
+        if key == "optimizer.name":
             raise UsageError(
                 f"{key} = {now[key]!r}, but the checkpoint {checkpoint} has the state of {then[key]}: set it "
                 "back, or start again with --no-resume"
@@ -72,6 +76,14 @@ def check_compatible(
         for key in differing
         if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)
     ]
+
+
+def _as_now(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of a checkpoint, with the defaults of keys that there were none of then."""
+    try:
+        return TrainSettings.model_validate(settings).model_dump(mode="json")
+    except ValidationError:  # of keys that are no more
+        return settings
 
 
 def is_finished(settings: TrainSettings, start: Checkpoint | None) -> bool:
