@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import stretto
 from stretto.runtime.runner import Runner
+from stretto.saving import folder
+from stretto.saving.digests import METADATA
 from stretto.saving.tensors import stored_in
 from tests.saving.test_face import adamw, run, train
 
@@ -55,6 +58,55 @@ def test_steps_that_are_taken_meanwhile_change_nothing_of_it(
     for number in range(2):
         assert boxes_of(tmp_path / f"between-{number}") == boxes_of(tmp_path / f"beside-{number}")
     assert boxes_of(tmp_path / "beside-0") != boxes_of(tmp_path / "beside-1")
+
+
+def test_a_save_and_a_load_wait_for_the_one_beside_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FileSystemWriter.write_data
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread().name == "saving":
+            time.sleep(0.5)
+        return original(*arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", late)
+
+    def work(runner: Runner) -> None:
+        first = stretto.async_save(tmp_path / "a", runner, extra="first")
+        stretto.save(tmp_path / "a", runner, extra="second")
+        assert first.done
+        first.wait()
+        assert stretto.load(tmp_path / "a", runner) == "second"
+        stretto.async_save(tmp_path / "b", runner, extra="third")
+        assert stretto.load(tmp_path / "b", runner) == "third"
+
+    run("pp", work)
+
+
+def test_another_save_at_the_same_place_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FileSystemWriter.finish
+
+    def work(runner: Runner) -> None:
+        def disturbed(*arguments: Any) -> None:
+            original(*arguments)
+            metadata = folder.partial_of(tmp_path / "a") / METADATA
+            data = metadata.read_bytes()
+            folder.begin(tmp_path / "a")  # as another program does
+            metadata.write_bytes(data)
+
+        stretto.save(tmp_path / "a", runner, extra="before")
+        with monkeypatch.context() as patched:
+            patched.setattr(FileSystemWriter, "finish", disturbed)
+            with pytest.raises(
+                stretto.StrettoError, match=r"another save wrote.*What was at .* is as it was"
+            ):
+                stretto.save(tmp_path / "a", runner)
+        assert stretto.load(tmp_path / "a", runner) == "before"
+
+    run("one", work)
 
 
 def test_a_disk_that_is_full_is_told_on_all_ranks_and_the_next_save_is_whole(

@@ -139,10 +139,18 @@ _COPIES: WeakKeyDictionary[Runner, Copies] = WeakKeyDictionary()
 def copies_of(runner: Runner) -> Copies:
     """Step 3: those of the Runner, once its save that was under way has ended; every rank must call it.
     Raises what that save does."""
+    end_save_of(runner)
     known = _COPIES.get(runner)
     if known is None:
         known = _COPIES[runner] = Copies(runner)
-    before, known.under_way = known.under_way, None
-    if before is not None and not before.was_waited_for:
-        before.wait()
     return known
+
+
+def end_save_of(runner: Runner) -> None:
+    """Until the Runner's save that is under way has ended, if there is one; every rank must call it. Raises
+    what that save does, once."""
+    known = _COPIES.get(runner)
+    if known is not None:
+        before, known.under_way = known.under_way, None
+        if before is not None and not before.was_waited_for:
+            before.wait()

@@ -29,7 +29,7 @@ from stretto.runtime import Runner
 from stretto.runtime.all_or_none import Ranks, on_first, together
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.beside import Copies, Saving, copies_of
+from stretto.saving.beside import Copies, Saving, copies_of, end_save_of
 from stretto.saving.digests import METADATA
 from stretto.saving.tensors import DTYPES
 
@@ -45,8 +45,10 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
     dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is complete.
 
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` has something
-    else, or the optimizer is not the Runner's; StrettoError when one could not write.
+    else, or the optimizer is not the Runner's; StrettoError when one could not write, also what `async_save`
+    began and no one has waited for.
     """
+    end_save_of(runner)
     _prepare_at(path, runner, optimizer, extra)()
 
 
@@ -80,8 +82,10 @@ def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -
     and its groups' options become the saved ones. Returns `extra`, on every rank.
 
     Raises the same error on all ranks, before anything is changed: UsageError when there is no checkpoint,
-    ranks find different ones, or it does not fit; StrettoError when it cannot be read.
+    ranks find different ones, or it does not fit; StrettoError when it cannot be read, or what `async_save`
+    began, which comes to its end first, could not be written.
     """
+    end_save_of(runner)
     return fill(find_saved(Path(path).absolute(), runner), runner, optimizer)
 
 
@@ -178,7 +182,7 @@ def _write(
                 for name, data in {**sealed, digests.NAME: digests.sealed(sealed)}.items():
                     if name != METADATA:  # which is written
                         folder.write_synced(folder.partial_of(place) / name, data)
-                folder.commit(place)
+                folder.commit(place, probe)
 
         on_first(ranks, finish)
     except BaseException:
@@ -193,6 +197,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     options: whether the groups' options become the saved ones. Raises on all ranks; a failure after the
     checks leaves a Runner that takes no step until something is loaded.
     """
+    end_save_of(runner)
     transport = runner.transport
 
     def check() -> tuple[Callable[[], None], _Rest, dict[str, Any], list[Any]]:
