@@ -106,6 +106,8 @@ def test_what_ends_a_rank_is_known(settings: TrainSettings) -> None:
     assert failure_of(UsageError("wrong"), 0, 1, None).status == 2
     ecc = failure_of(torch.AcceleratorError("CUDA error: uncorrectable ECC error"), 3, 1, None)
     assert (ecc.cause, "its device failed (CUDA error: uncorrectable" in ecc.message) == (Cause.LOST, True)
+    wrong_index = failure_of(torch.AcceleratorError("CUDA error: device-side assert triggered"), 3, 1, None)
+    assert (wrong_index.cause, "AcceleratorError: CUDA error" in wrong_index.message) == (Cause.CRASHED, True)
     crash = failure_of(RuntimeError("shapes differ"), 0, 1, None)
     assert crash.cause is Cause.CRASHED
     assert explain(settings, [crash], {0: 1}) == (1, "RuntimeError: shapes differ")

@@ -29,7 +29,7 @@ from stretto.runtime import Runner
 from stretto.runtime.all_or_none import Ranks, on_first, together
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.beside import Copies, Saving, copies_of, end_save_of
+from stretto.saving.beside import Copies, Saving, copies_of, end_save_of, only_writer
 from stretto.saving.digests import METADATA
 from stretto.saving.tensors import DTYPES
 
@@ -58,8 +58,9 @@ def async_save(
     """As `save`, but it returns once all is copied; every rank must call it, and later `wait()` of what it
     returns, which returns once the checkpoint is complete. Both raise what `save` does.
 
-    Steps may be taken meanwhile. The next one waits for this one. The copies take the processor's memory for
-    what this rank writes, until the Runner is gone.
+    Steps may be taken meanwhile. The next save or load waits for this one; call `wait()` before
+    `runner.close()`. The copies take the processor's memory for what this rank writes, until the Runner is
+    gone.
     """
     copies = copies_of(runner)
     return copies.start(_prepare_at(path, runner, optimizer, extra, copies))
@@ -131,8 +132,7 @@ def prepare(
     first = runner.rank == 0
 
     def copied(parts: tensors.Parts) -> tensors.Parts:
-        hooked = optimizer if runner.optimizer is None else None  # else replayed steps may update, too
-        return parts if copies is None else copies.of(parts, hooked)
+        return parts if copies is None else copies.of(parts, only_writer(runner, optimizer))
 
     def owned_and_table() -> tuple[tensors.Parts, states.OptimizerTable | None]:
         is_free = not first or not place.exists() or is_saved(place)
