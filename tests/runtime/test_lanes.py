@@ -34,15 +34,20 @@ CPU = torch.device("cpu")
 
 
 def creation(folder: Path) -> None:
-    """Which groups a pipeline of tensor-parallel places makes, and when."""
-    made: list[list[int]] = []
-    plain = dist.new_group
+    """Which groups a pipeline of tensor-parallel places makes, and when; and how many it gives back."""
+    made: list[Any] = []
+    ended: list[Any] = []
+    plain, plain_end = dist.new_group, dist.destroy_process_group
 
     def new_group(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
         made.append(ranks)
         return plain(ranks, *arguments, **named)
 
-    dist.new_group = new_group
+    def end(group: Any = None) -> None:
+        ended.append(group)
+        plain_end(group)
+
+    dist.new_group, dist.destroy_process_group = new_group, end
     runner = Runner(load_plan(folder / "plan.json"), gpt().double())
     before = len(made)
     for _ in range(2):
@@ -53,9 +58,12 @@ def creation(folder: Path) -> None:
         transport.broadcast("a lane that no one opened", torch.zeros(1), 0)
     except RunError as error:
         refused = str(error)
-    told = {"made": made, "before": before, "refused": refused}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+    told: dict[str, Any] = {"made": [*made], "before": before, "refused": refused}
+    transport.beside().all_gather("all are connected")
     runner.close()
+    mine = [ranks for ranks in made if ranks is None or dist.get_rank() in ranks]
+    told |= {"left": len(mine) - len(ended), "beside": len(made) - before}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(told))
 
 
 def disagreement(folder: Path) -> None:
@@ -141,6 +149,7 @@ def test_all_ranks_make_all_communicators_up_front_in_one_order(tmp_path: Path) 
         assert found[rank]["made"] == found[0]["made"]
         assert found[rank]["before"] == len(found[0]["made"]), "a step makes no communicator"
         assert "lane 'a lane that no one opened' was not opened" in found[rank]["refused"]
+        assert (found[rank]["beside"], found[rank]["left"]) == (1, 0), "an end beside is closed, too"
 
 
 def test_ranks_that_would_open_lanes_in_different_orders_are_refused(two_ranks: Path) -> None:

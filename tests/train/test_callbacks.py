@@ -131,6 +131,36 @@ def test_files_that_cannot_be_run_are_refused(tmp_path: Path) -> None:
             launch.start(settings, ["no such command"])
 
 
+def test_a_file_is_run_once_and_may_have_dataclasses(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"""
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Counts:
+    steps: int = 0
+    def on_step(self, line): self.steps += 1
+
+open({str(tmp_path / "runs")!r}, "a").write("run ")
+""")
+    settings = load_settings(write_settings(tmp_path, steps=1, every=0), [of(tmp_path, "Counts")])
+    assert launch.start(settings, ["no such command"]) == 0
+    assert (tmp_path / "runs").read_text() == "run "
+
+
+def test_one_that_ends_the_program_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit(0)")
+    path = write_settings(tmp_path, steps=2, every=0)
+    with pytest.raises(UsageError, match=r"output.callbacks: .*own.py, line 1.*SystemExit: 0"):
+        launch.start(load_settings(path, [of(tmp_path, "Ends")]), ["no such command"])
+    (tmp_path / "own.py").write_text("""
+class Ends:
+    def on_step(self, line): raise SystemExit(0)
+""")
+    with pytest.raises(RunError, match=r"Ends: on_step\(\) in .*own.py, line 3, ended with SystemExit: 0"):
+        launch.start(load_settings(path, [of(tmp_path, "Ends")]), ["no such command"])
+
+
 class Fake(SimpleNamespace):
     """A package whose functions note how they were called."""
 

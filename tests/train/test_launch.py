@@ -18,6 +18,7 @@ import torch
 from tests.saving.pretrained import write_pretrained
 from tests.train.tiny import write_settings
 from torch.distributed import HashStore, ProcessGroupGloo
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
@@ -106,6 +107,8 @@ def test_what_ends_a_rank_is_known(settings: TrainSettings) -> None:
     assert failure_of(UsageError("wrong"), 0, 1, None).status == 2
     ecc = failure_of(torch.AcceleratorError("CUDA error: uncorrectable ECC error"), 3, 1, None)
     assert (ecc.cause, "its device failed (CUDA error: uncorrectable" in ecc.message) == (Cause.LOST, True)
+    wrong_index = failure_of(torch.AcceleratorError("CUDA error: device-side assert triggered"), 3, 1, None)
+    assert (wrong_index.cause, "AcceleratorError: CUDA error" in wrong_index.message) == (Cause.CRASHED, True)
     crash = failure_of(RuntimeError("shapes differ"), 0, 1, None)
     assert crash.cause is Cause.CRASHED
     assert explain(settings, [crash], {0: 1}) == (1, "RuntimeError: shapes differ")
@@ -189,6 +192,50 @@ def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
     monkeypatch.setattr(launch, "_launch", launched)
     assert launch.start(settings, ["stretto"]) == 130
     assert gave_up == []
+
+
+@pytest.mark.parametrize(("cause", "starts"), [(Cause.LOST, 2), (Cause.CRASHED, 1), (REFUSED, 1)])
+def test_ranks_are_started_again_unless_one_failed_by_itself(
+    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, cause: Cause, starts: int
+) -> None:
+    """Also where another one was killed."""
+    begun: list[int] = []
+
+    def elastic_launch(*_: object) -> Any:
+        def ranks(*_: object) -> None:
+            begun.append(1)
+            assert record_failure(failure(0, cause, 1.0))
+            exits = {rank: ProcessFailure(rank, 1, code, "") for rank, code in ((0, 1), (1, -9))}
+            raise ChildFailedError("ranks", exits)
+
+        return ranks
+
+    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    with Interrupts(lambda _: None) as interrupts:
+        assert launch._launch(settings, ["stretto"], None, interrupts, 0.0, 1) == 1
+    assert len(begun) == starts
+
+
+def test_a_signal_between_two_starts_of_ranks_says_what_is_left(
+    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> tuple[int, str, bool]:
+        checkpoint = settings.checkpoint_dir / "step-000005"
+        checkpoint.mkdir(parents=True)
+        monkeypatch.setattr(launch, "what_is_left", lambda _: f"last checkpoint {checkpoint.name}")
+        return 1, "stretto: rank 1 was lost", True
+
+    def newest(_: object) -> None:
+        if settings.checkpoint_dir.exists():
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "_check", lambda *_: None)
+    monkeypatch.setattr(launch, "_launch_once", lost)
+    monkeypatch.setattr(launch, "_newest", newest)
+    assert launch.start(settings, ["stretto"], max_restarts=1) == 143
+    told = capsys.readouterr().err
+    assert "restart 1 of 1" in told
+    assert told.endswith("last checkpoint step-000005\n")
 
 
 def test_no_thread_outlives_a_run_and_holds_what_it_trained() -> None:

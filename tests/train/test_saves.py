@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from stretto.config import load_settings
 from stretto.errors import StrettoError
+from stretto.saving.beside import Saving
 from stretto.train import interrupt, launch
+from stretto.train.saves import Saves
 from stretto.train.trainer import Trainer
 
 EVERY = 5
@@ -59,6 +62,18 @@ def test_a_save_that_fails_beside_steps_ends_the_run_and_the_last_checkpoint_sta
     assert len(steps_of(path.with_suffix(""))) < 3 * EVERY + 1
     monkeypatch.undo()
     assert bits_of(train(path).settings.run_dir) == undisturbed
+
+
+def test_what_ended_a_run_is_reported_whatever_its_save_ends_with() -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    runner: Any = SimpleNamespace(transport=SimpleNamespace(size=1))
+    nothing: Any = None
+    saves = Saves(nothing, nothing, runner, nothing, print)
+    saves._under_way = Saving(fail)
+    with pytest.raises(ZeroDivisionError), saves:
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

@@ -62,6 +62,7 @@ class TorchTransport(Transport):
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._on_processors = True
+        self._beside: list[TorchTransport] = []
         with gloo_adapter.calm_new_loops():  # step 4
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -121,11 +122,15 @@ class TorchTransport(Transport):
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Give all communicators back. Every rank must call it; the transport cannot be used after it."""
+        """Give all communicators back, those of ends beside too. Every rank must call it; the transport
+        cannot be used after it."""
+        for end in self._beside:
+            end.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
         dist.destroy_process_group(self._control)
         super().close()
+        self._beside.clear()
         self._groups.clear()
         self._opened.clear()
 
@@ -158,7 +163,8 @@ class TorchTransport(Transport):
         return result
 
     def beside(self) -> TorchTransport:
-        return TorchTransport(self._timeout_s)
+        self._beside.append(TorchTransport(self._timeout_s))
+        return self._beside[-1]
 
     def during_step(self) -> AbstractContextManager[None]:
         return lanes_first() if self._on_processors else nullcontext()

@@ -107,7 +107,7 @@ class _Board:
         default_factory=lambda: defaultdict(lambda: defaultdict(dict))
     )
     failed: str | None = None
-    beside: _Board | None = None
+    beside: list[_Board] = field(default_factory=list)
 
 
 class ThreadTransport(Transport):
@@ -137,17 +137,17 @@ class ThreadTransport(Transport):
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
-        board: _Board | None = self._board
-        while board is not None:
+        for board in (self._board, *self._board.beside):
             with board.changed:
                 board.failed = board.failed or reason
                 board.changed.notify_all()
-            board = board.beside
 
     def beside(self) -> ThreadTransport:
+        number, boards = self._number("", "beside"), self._board.beside
         with self._board.changed:
-            self._board.beside = self._board.beside or _Board(self.size)
-        return ThreadTransport(self._board.beside, self.rank, self._timeout_s)
+            if len(boards) < number:
+                boards.append(_Board(self.size))
+        return ThreadTransport(boards[number - 1], self.rank, self._timeout_s)
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         with self._board.changed, uncounted():

@@ -71,7 +71,8 @@ class Copies:
 
     def of(self, parts: Parts, hooked: Optimizer | None) -> Parts:
         """Step 1. hooked: the optimizer that alone writes over parameters and its state, by its `step`; with
-        None all that is queued from now on waits. Raises StrettoError where there is no memory."""
+        None all that is queued from now on waits. Raises StrettoError where there is no memory, and
+        torch.AcceleratorError as it is where the device fails."""
         device = next(
             (view.device for part in parts.values() for _, view in part.boxes if view.is_cuda), None
         )
@@ -85,6 +86,8 @@ class Copies:
                 copies = self._all(parts)
                 copied = self._copied = stream.record_event()
         except (MemoryError, RuntimeError) as error:
+            if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+                raise
             raise StrettoError(
                 "there is no memory for a copy of what is saved beside steps "
                 f"({str(error).strip().splitlines()[0][:200]}): save between them "
@@ -133,16 +136,34 @@ class Copies:
         return self.under_way
 
 
+def only_writer(runner: Runner, optimizer: Optimizer | None) -> Optimizer | None:
+    """The optimizer, if its `step` is all that writes over what the Runner trains: it has every parameter,
+    and no replayed step updates one (`Runner.optimizer`)."""
+    if optimizer is None or runner.optimizer is not None:
+        return None
+    its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = (parameter for _, parameter in runner.named_parameters() if parameter.requires_grad)
+    return optimizer if all(id(parameter) in its for parameter in trained) else None
+
+
 _COPIES: WeakKeyDictionary[Runner, Copies] = WeakKeyDictionary()
 
 
 def copies_of(runner: Runner) -> Copies:
     """Step 3: those of the Runner, once its save that was under way has ended; every rank must call it.
     Raises what that save does."""
+    end_save_of(runner)
     known = _COPIES.get(runner)
     if known is None:
         known = _COPIES[runner] = Copies(runner)
-    before, known.under_way = known.under_way, None
-    if before is not None and not before.was_waited_for:
-        before.wait()
     return known
+
+
+def end_save_of(runner: Runner) -> None:
+    """Until the Runner's save that is under way has ended, if there is one; every rank must call it. Raises
+    what that save does, once."""
+    known = _COPIES.get(runner)
+    if known is not None:
+        before, known.under_way = known.under_way, None
+        if before is not None and not before.was_waited_for:
+            before.wait()

@@ -29,7 +29,7 @@ from stretto.runtime import Runner
 from stretto.runtime.all_or_none import Ranks, on_first, together
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.beside import Copies, Saving, copies_of
+from stretto.saving.beside import Copies, Saving, copies_of, end_save_of, only_writer
 from stretto.saving.digests import METADATA
 from stretto.saving.tensors import DTYPES
 
@@ -45,8 +45,10 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
     dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is complete.
 
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` has something
-    else, or the optimizer is not the Runner's; StrettoError when one could not write.
+    else, or the optimizer is not the Runner's; StrettoError when one could not write, also what `async_save`
+    began and no one has waited for.
     """
+    end_save_of(runner)
     _prepare_at(path, runner, optimizer, extra)()
 
 
@@ -56,8 +58,9 @@ def async_save(
     """As `save`, but it returns once all is copied; every rank must call it, and later `wait()` of what it
     returns, which returns once the checkpoint is complete. Both raise what `save` does.
 
-    Steps may be taken meanwhile. The next one waits for this one. The copies take the processor's memory for
-    what this rank writes, until the Runner is gone.
+    Steps may be taken meanwhile. The next save or load waits for this one; call `wait()` before
+    `runner.close()`. The copies take the processor's memory for what this rank writes, until the Runner is
+    gone.
     """
     copies = copies_of(runner)
     return copies.start(_prepare_at(path, runner, optimizer, extra, copies))
@@ -80,8 +83,10 @@ def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -
     and its groups' options become the saved ones. Returns `extra`, on every rank.
 
     Raises the same error on all ranks, before anything is changed: UsageError when there is no checkpoint,
-    ranks find different ones, or it does not fit; StrettoError when it cannot be read.
+    ranks find different ones, or it does not fit; StrettoError when it cannot be read, or what `async_save`
+    began, which comes to its end first, could not be written.
     """
+    end_save_of(runner)
     return fill(find_saved(Path(path).absolute(), runner), runner, optimizer)
 
 
@@ -127,8 +132,7 @@ def prepare(
     first = runner.rank == 0
 
     def copied(parts: tensors.Parts) -> tensors.Parts:
-        hooked = optimizer if runner.optimizer is None else None  # else replayed steps may update, too
-        return parts if copies is None else copies.of(parts, hooked)
+        return parts if copies is None else copies.of(parts, only_writer(runner, optimizer))
 
     def owned_and_table() -> tuple[tensors.Parts, states.OptimizerTable | None]:
         is_free = not first or not place.exists() or is_saved(place)
@@ -178,7 +182,7 @@ def _write(
                 for name, data in {**sealed, digests.NAME: digests.sealed(sealed)}.items():
                     if name != METADATA:  # which is written
                         folder.write_synced(folder.partial_of(place) / name, data)
-                folder.commit(place)
+                folder.commit(place, probe)
 
         on_first(ranks, finish)
     except BaseException:
@@ -193,6 +197,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     options: whether the groups' options become the saved ones. Raises on all ranks; a failure after the
     checks leaves a Runner that takes no step until something is loaded.
     """
+    end_save_of(runner)
     transport = runner.transport
 
     def check() -> tuple[Callable[[], None], _Rest, dict[str, Any], list[Any]]:

@@ -60,10 +60,14 @@ def recover(place: Path) -> None:
             old.rename(place)
 
 
-def commit(place: Path) -> None:
-    """On rank 0, once all have written: make it the checkpoint, at once. Raises OSError."""
+def commit(place: Path, probe: str) -> None:
+    """On rank 0, once all have written: make it the checkpoint, at once. probe: what `begin` gave. Raises
+    OSError, also where another save has begun at this place meanwhile: what is there is not all of one."""
     partial = partial_of(place)
-    (partial / PROBE).unlink(missing_ok=True)
+    path = partial / PROBE
+    if not path.exists() or path.read_text(encoding="utf-8", errors="replace") != probe:
+        raise OSError(errno.EBUSY, "another save wrote to the same place meanwhile")
+    path.unlink()
     sync_folder(partial)
     had = place.exists()
     if had:

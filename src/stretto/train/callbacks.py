@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from stretto.config import TrainSettings
 from stretto.errors import RunError, StrettoError, UsageError, meant, near_path
 from stretto.ir.plan import Plan
-from stretto.train.task import MODULE, of_user
+from stretto.train.task import of_user, run_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,12 @@ def classes_of(settings: TrainSettings) -> list[type]:
     return [_class(one) for one in settings.output.callbacks]
 
 
+@cache
+def _module(path: Path, content: bytes) -> ModuleType:
+    """Each file once, until it is changed: the launcher of a single rank looks at classes, too."""
+    return run_file(path)
+
+
 def _class(text: str) -> type:
     what = f"output.callbacks: {text!r}"
     file, _, name = text.rpartition(":")
@@ -67,13 +74,9 @@ def _class(text: str) -> type:
         raise UsageError(f"{what} is not FILE.py:CLASS, such as log.py:Logger")
     if not path.is_file():
         raise UsageError(f"{what}: {path} does not exist{near_path(path)}")
-    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        module = _module(path.absolute(), path.read_bytes())
+    except (Exception, SystemExit) as error:
         raise UsageError(_words(what, error)) from error
     found = getattr(module, name, None)
     if not isinstance(found, type):
@@ -98,7 +101,7 @@ def made_of(settings: TrainSettings) -> list[object]:
     for one in classes_of(settings):
         try:
             made.append(one())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunError(_words(f"output.callbacks: {one.__name__}", error)) from error
     return made
 
@@ -116,7 +119,7 @@ class Callbacks:
                 getattr(one, method, lambda *_: None)(*arguments)
             except StrettoError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RunError(_words(f"output.callbacks: {type(one).__name__}", error)) from error
 
     def __enter__(self) -> Callbacks:

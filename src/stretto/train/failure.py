@@ -141,10 +141,11 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
 
 
 def is_device(error: BaseException) -> bool:
-    """Whether an error is of an accelerator itself, whatever it was asked for."""
+    """Whether an error is of an accelerator itself, whatever it was asked for. A kernel that found wrong
+    values, such as an index that is too large, is not."""
     import torch
 
-    return isinstance(error, torch.AcceleratorError)
+    return isinstance(error, torch.AcceleratorError) and "device-side assert" not in str(error)
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -139,7 +139,8 @@ def start(
             return _launch(settings, command, preloaded, interrupts, progress.started_at_s, max_restarts)
         except Interrupted as error:
             progress.stop()
-            print("stretto: interrupted before the first step", file=sys.stderr)
+            left = what_is_left(settings.checkpoint_dir)
+            print(f"stretto: interrupted before ranks had started; {left}", file=sys.stderr)
             return error.status
 
 
@@ -236,8 +237,8 @@ def _launch_once(
         status, message = explain(settings, failures, exits)
         own = any(one.cause in (Cause.REFUSED, Cause.CRASHED) for one in failures)
         if not interrupts.asked or own:
-            lost = any(one.cause is Cause.LOST for one in failures) and not own
-            return status, message, lost or min(exits.values()) < 0
+            lost = any(one.cause is Cause.LOST for one in failures) or min(exits.values()) < 0
+            return status, message, lost and not own
         signum = interrupts.asked
     except (SignalException, Interrupted) as error:
         signum = error.sigval if isinstance(error, SignalException) else error.signum

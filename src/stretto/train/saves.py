@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stretto.config import TrainSettings
-from stretto.errors import LostRankError, StrettoError
+from stretto.errors import LostRankError
 from stretto.runtime import Runner
 from stretto.saving.beside import Saving
 from stretto.train import checkpoint
@@ -41,11 +41,11 @@ class Saves:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """What ends a run early lets the save that is under way come to its end, unless a rank is gone, or
-        all are to end at once."""
+        all are to end at once. It is reported, and not how that save failed."""
         alone = self._runner.transport.size == 1
         lost = not isinstance(error, Exception) or isinstance(error, LostRankError)
         if error is not None and (alone or not (lost or is_lost_connection(error))):
-            with suppress(StrettoError):
+            with suppress(Exception):
                 self.wait()
 
     def save(self, step: int, beside: bool) -> None:

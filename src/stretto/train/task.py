@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb, format_list, walk_tb
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,12 +140,10 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
             f"{what} cannot be read ({error.strerror}): {near_path(path, '{} ')}give "
             "a file of Python, relative to the working directory"
         ) from None
-    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UsageError(f"{what} is no file of Python: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = run_file(path)
         make = getattr(module, FUNCTION, None)
         made = make(dict(settings.config), seed) if callable(make) else None
     except StrettoError:
@@ -158,6 +158,22 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
         )
     digest = hashlib.sha256(code + made.digest.encode()).hexdigest()
     return replace(made, digest=digest, where=made.where or str(path), kept=(KEPT, digest))
+
+
+def run_file(path: Path) -> ModuleType:
+    """A file of Python as a module, which is known by its name while it runs and from then on, as dataclasses
+    need it. Raises what it raises."""
+    name = f"{MODULE}{path.stem}_{hashlib.sha256(bytes(path.absolute())).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def of_user(error: BaseException) -> str | None:
