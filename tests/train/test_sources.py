@@ -20,6 +20,7 @@ from stretto.config.data import SourceSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.say import silent
 from stretto.models.gpt import IGNORED
+from stretto.train import sources
 from stretto.train.records import encoder_of
 from stretto.train.rows import DocumentRows, Table, shares
 from stretto.train.sources import Source, Sources
@@ -325,6 +326,42 @@ def test_a_stream_that_ends_in_an_error_or_has_nothing() -> None:
         RowStream(broken, one_a_row, 6, "data").rows(np.arange(3))
     with pytest.raises(UsageError, match=r"data.stream has no row to train on"):
         RowStream(list, one_a_row, 6, "data").rows(np.arange(3))
+
+
+def streamed(
+    folder: Path, where: Path, patch: pytest.MonkeyPatch, rows: list[dict[str, Any]], lines: str
+) -> Source:
+    """A stream of these rows, as settings with these lines make it."""
+    patch.setattr(sources, "opened", lambda one, key: rows)
+    return source_of(write(folder, where, f'stream = "rows"\n{lines}'))
+
+
+def test_blocks_of_which_all_is_held_out_are_passed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": one} for one in phrases(99)]
+    lines = f'tokenizer = "{folder}/tokenizer"\nshuffled_rows = 1'
+    made = streamed(folder, tmp_path, monkeypatch, rows, lines).train(np.arange(60))
+    assert (made["labels"] != IGNORED).any(1).all()  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_texts_of_a_stream_are_one_and_rows_with_labels_are_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    lines = f'tokenizer = "{folder}/tokenizer"\nshuffled_rows = {size}'
+    rows = [{"text": " ".join(phrases(3, seed))} for seed in range(200)]
+    made: Any = streamed(folder, tmp_path, monkeypatch, rows, lines).train(np.arange(32))
+    assert (made["input_ids"] == 300).any(), "what begins each text"
+    assert (made["labels"] != IGNORED).float().mean() > 0.7
+    # In some blocks of three all is predicted.
+    ids = [[number, *range(200, 206)] for number in range(200)]
+    labels = [one if number % 4 else [IGNORED, *one[1:4], *[IGNORED] * 3] for number, one in enumerate(ids)]
+    rows = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
+    lines = f'kind = "tokens"\nvocab_size = 301\nshuffled_rows = {size}'
+    made = streamed(folder, tmp_path / "ids", monkeypatch, rows, lines).train(np.arange(90))
+    assert (made["input_ids"][:, 0] < 200).all(), "a row each"
+    assert not made["input_ids"][:, 7:].any()
 
 
 def test_a_changed_file_is_noticed_and_equal_rows_are_on_one_side(folder: Path, tmp_path: Path) -> None:

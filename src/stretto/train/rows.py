@@ -104,7 +104,7 @@ class DocumentRows:
         one. Raises UsageError, which begins with `what`, where nothing is predicted."""
         self._table, self._length, self._seed, self._packed = table, length, seed, how == "packed"
         begins, ends = table.begins, table.ends
-        if how == "joined":
+        if how == "joined" and len(begins):
             apart = np.flatnonzero(begins[1:] != ends[:-1])
             begins, ends = begins[[0, *(apart + 1)]], ends[[*apart, -1]]
         elif how == "packed":

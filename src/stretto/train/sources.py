@@ -106,15 +106,15 @@ class Sources:
         if not data.bucket_lengths:
             return made
         table = table_of(text.train.tokens, text.end)
-        return replace(made, table=table, train=self._rows(one, table, data.seed, "data").rows)
+        train = DocumentRows(table, data.sequence_length, data.seed, "each", "data")
+        return replace(made, table=table, train=train.rows)
 
-    def _rows(self, one: SourceSettings, table: Table, seed: int | str, key: str) -> DocumentRows:
-        how: Together = "each"
+    def _together(self, one: SourceSettings, is_all_predicted: bool) -> Together:
+        """Texts, and ids without labels, are one; what comes before a text, and is not predicted, is too."""
         if self._data.document_masks:
-            how = "packed"
-        elif one.kind in ("text", "tokens") and table.counts is None and not self._data.bucket_lengths:
-            how = "joined"
-        return DocumentRows(table, self._data.sequence_length, seed, how, key)
+            return "packed"
+        is_one = one.kind == "text" or (one.kind == "tokens" and is_all_predicted)
+        return "joined" if is_one and not self._data.bucket_lengths else "each"
 
     # Rows that are kept.
 
@@ -133,7 +133,10 @@ class Sources:
         table = Table(tokens, counts if len(counts) else None, np.concatenate([[0], ends[:-1]]), ends)
         train, rest = table.only(~held_out), table.only(held_out)
         self._say(f"{key}: {len(train.ends):,} rows to train on, {len(rest.ends):,} held out, in {folder}")
-        rows, kept = (self._rows(one, of, seed, key).rows for of, seed in ((train, data.seed), (rest, 0)))
+        how, length = self._together(one, table.counts is None), data.sequence_length
+        rows, kept = (
+            DocumentRows(of, length, seed, how, key).rows for of, seed in ((train, data.seed), (rest, 0))
+        )
         digest = _digest((folder / cache.MANIFEST).read_text())
         return Source(rows, kept, digest, str(folder), self._tokenizer, train)
 
@@ -232,7 +235,7 @@ class Sources:
         def block(rows: Sequence[Record], number: int) -> DocumentRows | None:
             table, _ = self._tabled(side(rows, is_held_out=False), key)
             try:
-                return self._rows(one, table, f"{self._data.seed}:{number}", key)
+                return DocumentRows(table, length, f"{self._data.seed}:{number}", how, key)
             except UsageError:
                 return None  # nothing of it is predicted
 
@@ -243,7 +246,8 @@ class Sources:
             kept += side(group, is_held_out=True)
         if not kept:
             raise UsageError(f"{key}.stream: none of its rows is held out: set data.held_out_fraction higher")
-        held_out = self._rows(one, self._tabled(kept, key)[0], 0, key).rows
+        how, length = self._together(one, all(all(counts) for _, counts in kept)), self._data.sequence_length
+        held_out = DocumentRows(self._tabled(kept, key)[0], length, 0, how, key).rows
         stream = RowStream(partial(opened, one, key), block, one.shuffled_rows, key)
         where, digest = f"{key}.stream = {one.stream!r}", _digest(json.dumps(kept))
         return Source(stream.rows, held_out, digest, where, self._tokenizer, streams=(stream,))
