@@ -30,10 +30,9 @@ def settings_of(**fields: Any) -> OptimizerSettings:
             {"name": "NAdam", "betas": [0.8, 0.9], "weight_decay": 0.0},
             lambda kept: torch.optim.NAdam(kept, lr=0.1, betas=(0.8, 0.9)),
         ),
-        ({"name": "Rprop"}, lambda kept: torch.optim.Rprop(kept, lr=0.1)),
-        (
-            {"name": "Adafactor", "weight_decay": 0.0},
-            lambda kept: torch.optim.Adafactor(kept, lr=0.1),
+        *(
+            ({"name": name}, lambda kept, name=name: getattr(torch.optim, name)(kept, lr=0.1))
+            for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Rprop")
         ),
     ],
     ids=lambda one: one["name"] if isinstance(one, dict) else "",
@@ -53,8 +52,15 @@ def test_it_is_the_one_of_pytorch(fields: dict[str, Any], plain: Any) -> None:
 def test_only_matrices_decay() -> None:
     for name in ("AdamW", "SGD", "RMSprop", "Adamax"):
         parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,))]
-        groups = make_optimizer(parameters, settings_of(name=name)).param_groups
+        groups = make_optimizer(parameters, settings_of(name=name, weight_decay=0.1)).param_groups
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_adamw_has_its_defaults_where_they_are_given_or_not() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    for fields in ({}, {"weight_decay": 0.1}):
+        (group,) = make_optimizer(parameters, settings_of(**fields)).param_groups
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-8, 0.1)
 
 
 def test_memory_is_counted_for_the_state_that_it_has() -> None:
@@ -70,6 +76,7 @@ def test_memory_is_counted_for_the_state_that_it_has() -> None:
         ({"name": "AdamV"}, "'AdamV' is not in torch.optim: did you mean 'Adam'"),
         ({"name": "SGD", "options": {"momentun": 0.9}}, r"options.momentun: SGD has .* 'momentum'"),
         ({"options": {"eps": 1e-6}}, "it is the setting optimizer.eps"),
+        ({"name": "SGD", "eps": 1e-8}, "optimizer.eps = 1e-08: SGD does not take it; drop it"),
         ({"name": "SGD", "betas": [0.5, 0.5]}, r"optimizer.betas = \(0.5, 0.5\): SGD does not take it"),
         ({"name": "SGD", "options": {"momentum": -1.0}}, "Invalid momentum value: -1.0"),
         ({"name": "LBFGS"}, "'LBFGS' is refused by PyTorch"),

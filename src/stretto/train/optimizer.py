@@ -80,11 +80,14 @@ def _class_of(settings: OptimizerSettings) -> tuple[Callable[..., Optimizer], di
             raise UsageError(f"optimizer.options.{key}: {settings.name} has no such option; {why}")
     options: dict[str, Any] = {"fused": True} if made is torch.optim.AdamW else {}
     for key in SETTINGS:
-        value, default = getattr(settings, key), OptimizerSettings.model_fields[key].default
+        # The defaults are AdamW's: another class has its own, where settings give none.
+        if made is not torch.optim.AdamW and key not in settings.model_fields_set:
+            continue
+        value = getattr(settings, key)
         # Adafactor's eps are two.
         if key in arguments and isinstance(arguments[key].default, tuple) == isinstance(value, tuple):
             options[key] = value
-        elif value != default:
+        else:
             raise UsageError(f"optimizer.{key} = {value}: {settings.name} does not take it; drop it")
     return made, {**options, **settings.options}
 
