@@ -25,6 +25,7 @@ from stretto.train.records import encoder_of
 from stretto.train.rows import DocumentRows, Table, shares
 from stretto.train.sources import Source, Sources
 from stretto.train.stream import RowStream
+from stretto.train.task import Task, data_task
 from stretto.train.text import given_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -362,6 +363,36 @@ def test_texts_of_a_stream_are_one_and_rows_with_labels_are_not(
     made = streamed(folder, tmp_path / "ids", monkeypatch, rows, lines).train(np.arange(90))
     assert (made["input_ids"][:, 0] < 200).all(), "a row each"
     assert not made["input_ids"][:, 7:].any()
+
+
+def test_each_stream_goes_on_from_its_own_place(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {name: [{"text": one} for one in phrases(99, seed)] for seed, name in enumerate("abc")}
+    monkeypatch.setattr(sources, "opened", lambda one, key: rows[one.stream])
+
+    def task(*names: str) -> Task:
+        each = "".join(f'[[data.sources]]\nstream = "{name}"\nshuffled_rows = 9\n' for name in names)
+        path = write(folder, tmp_path, f'tokenizer = "{folder}/tokenizer"\n{each}')
+        return data_task(load_settings(path), source_of(path))
+
+    first = task("a", "b")
+    for step in range(4):
+        first.train(step, 8)
+    assert first.state is not None
+    places = json.loads(json.dumps(first.state()))
+    swapped = task("b", "a")
+    assert swapped.restore is not None
+    assert swapped.state is not None
+    swapped.restore(places)
+    assert swapped.state()["streams"] == places["streams"]
+    assert len({json.dumps(place) for place in places["streams"].values()}) == 2
+    restored, anew = swapped.train(4, 8), task("b", "a").train(4, 8)
+    assert all(torch.equal(restored[name], anew[name]) for name in anew)
+    more = task("c", "a", "b").restore
+    assert more is not None
+    with pytest.raises(UsageError, match=r"data.sources\[0\].stream is another than those of the checkpoint"):
+        more(places)
 
 
 def test_a_changed_file_is_noticed_and_equal_rows_are_on_one_side(folder: Path, tmp_path: Path) -> None:

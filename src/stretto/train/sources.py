@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -43,7 +43,8 @@ SEEN, SEEN_IDS = 64, 1 << 18
 @dataclass(frozen=True, slots=True)
 class Source:
     """What rows are of. digest: equal for equal data, wherever it is. table: documents that may have
-    a row each. tokenizer: None for ids without one. unigram_entropy_nats: as `TextData` has it."""
+    a row each. tokenizer: None for ids without one. streams: by what they are of, wherever that is.
+    unigram_entropy_nats: as `TextData` has it."""
 
     train: RowsOf
     held_out: RowsOf
@@ -51,7 +52,7 @@ class Source:
     where: str
     tokenizer: Tokenizer | None
     table: Table | None = None
-    streams: tuple[RowStream, ...] = ()
+    streams: Mapping[str, RowStream] = field(default_factory=dict)
     unigram_entropy_nats: float | None = None
 
 
@@ -76,7 +77,7 @@ class Sources:
         train = mixed([one.train for one in made], weights, sorted({*data.bucket_lengths, longest}))
         held_out = mixed([one.held_out for one in made], weights, [longest])
         digest, where = (" ".join(getattr(one, name) for one in made) for name in ("digest", "where"))
-        streams = tuple(chain.from_iterable(one.streams for one in made))
+        streams = {of: stream for one in made for of, stream in one.streams.items()}
         return Source(train, held_out, _digest(digest), where, self._tokenizer, streams=streams)
 
     def _one(self, one: SourceSettings, key: str) -> Source:
@@ -250,7 +251,8 @@ class Sources:
         held_out = DocumentRows(self._tabled(kept, key)[0], length, 0, how, key).rows
         stream = RowStream(partial(opened, one, key), block, one.shuffled_rows, key)
         where, digest = f"{key}.stream = {one.stream!r}", _digest(json.dumps(kept))
-        return Source(stream.rows, held_out, digest, where, self._tokenizer, streams=(stream,))
+        of = _digest(json.dumps([one.kind, one.subset, one.split, kept[0]]))
+        return Source(stream.rows, held_out, digest, where, self._tokenizer, streams={of: stream})
 
 
 def _digest(text: str) -> str:
