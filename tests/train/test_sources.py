@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from tests.saving.pretrained import tokenizer
 from tests.train.tiny import GPT, WORDS, steps_of, train, write_settings
 
+from stretto.batch import tree
 from stretto.config import load_settings
 from stretto.config.data import SourceSettings
 from stretto.errors import StrettoError, UsageError
@@ -224,7 +226,37 @@ def test_every_stretch_of_rows_has_its_shares(weights: tuple[float, ...]) -> Non
         assert [(source[begin : begin + 4] == 0).sum() for begin in range(40)] == [3] * 40
 
 
+@pytest.mark.parametrize("first", [2_000_000, 10**13])
+def test_a_source_of_one_row_among_many_has_its_turn(first: int) -> None:
+    source, visits = shares(np.array([0, 1, first, first + 1, 2 * first + 2]), [first, 1])
+    assert source.tolist() == [1, 0, 0, 1, 1]
+    assert visits.tolist() == [0, 0, first - 1, 1, 2]
+
+
+def test_tokens_take_their_own_bytes_while_they_are_made(folder: Path, tmp_path: Path) -> None:
+    settings = load_settings(write(folder, tmp_path, kinds(folder)["rows of tokens"]))
+    made, size, count = Sources(settings, None, silent, silent), 10_000, 100
+    ids, counts = np.arange(size) % 300, np.ones(size, np.uint8)
+    tracemalloc.start()
+    table, _ = made._tabled(((ids, counts) for _ in range(count)), "data")  # type: ignore[misc]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(table.tokens) == size * count
+    assert peak / len(table.tokens) < 8, "two of ids and one of counts, while they are put together twice"
+
+
 # Runs.
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_what_is_planned_first_is_what_is_trained_on(folder: Path, tmp_path: Path, kind: str) -> None:
+    source = f'[[data.sources]]\nkind = "{kind}"\npaths = ["{folder}/{kind}.jsonl"]'
+    path = write(folder, tmp_path, f'tokenizer = "{folder}/tokenizer"\n{source}')
+    task = data_task(load_settings(path), source_of(path))
+    planned, trained = task.first_batch(4), task.train(0, 4)
+    assert isinstance(trained, torch.Tensor) == (kind == "text")
+    first, then = ({n: leaf.shape for n, leaf in tree.flatten(one).items()} for one in (planned, trained))
+    assert first == then
 
 
 @pytest.mark.parametrize(

@@ -161,16 +161,18 @@ class Sources:
 
     def _tabled(self, documents: Iterable[Document], key: str) -> tuple[Table, npt.NDArray[np.float64]]:
         """A table of documents, and a number from 0 to 1 for each, the same for the same ids."""
-        ids, counts, draws = [np.empty(0, np.int64)], [np.empty(0, np.uint8)], []
+        dtype = token_dtype(self._vocab_size)
+        ids, counts, draws = [np.empty(0, dtype)], [np.empty(0, np.uint8)], []
         for one, predicted in documents:
-            ids.append(np.asarray(one, np.int64))
+            wide = np.asarray(one, np.int64)
+            self._refuse_unknown(wide, key)
+            ids.append(wide.astype(dtype))
             counts.append(np.asarray(predicted, np.uint8))
-            drawn = hashlib.blake2b(ids[-1].tobytes(), digest_size=8).digest()
+            drawn = hashlib.blake2b(wide.tobytes(), digest_size=8).digest()
             draws.append(int.from_bytes(drawn, "little") / 2**64)
-        tokens, marks, ends = np.concatenate(ids), np.concatenate(counts), np.cumsum([*map(len, ids)])
-        self._refuse_unknown(tokens, key)
-        stored: cache.Tokens = tokens.astype(token_dtype(self._vocab_size))
-        return Table(stored, None if marks.all() else marks, ends[:-1], ends[1:]), np.array(draws)
+        ends, marks = np.cumsum([*map(len, ids)]), np.concatenate(counts)
+        tokens: cache.Tokens = np.concatenate(ids)
+        return Table(tokens, None if marks.all() else marks, ends[:-1], ends[1:]), np.array(draws)
 
     def _refuse_unknown(self, ids: npt.NDArray[np.int64], key: str) -> None:
         if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
