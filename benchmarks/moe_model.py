@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, Op
+from stretto.models.dispatch import counts_of
 from stretto.models.moe import EP_PLAN, MoE, MoEBlock, MoEConfig, Routed, Router, weighed
 from stretto.order.depend import WindowGraph
 from stretto.order.policies import Policy, improve_order
@@ -48,10 +49,11 @@ class EvenRouter(Router):
 
     def forward(self, x_ND: Tensor) -> Routed:
         score_NE = F.linear(x_ND, self.weight).softmax(dim=-1)
-        N, E = score_NE.shape
-        first_N1 = torch.arange(0, N * self.top_k, self.top_k, device=x_ND.device).unsqueeze(1)
-        chosen_NK = (first_N1 + torch.arange(self.top_k, device=x_ND.device)) % E
-        return Routed(chosen_NK, weighed(score_NE.gather(1, chosen_NK)), score_NE.new_zeros(2))
+        (N, E), K = score_NE.shape, self.config.top_k
+        first_N1 = torch.arange(0, N * K, K, device=x_ND.device).unsqueeze(1)
+        chosen_NK = (first_N1 + torch.arange(K, device=x_ND.device)) % E
+        weights_NK = weighed(score_NE.gather(1, chosen_NK))
+        return Routed(chosen_NK, weights_NK, score_NE.new_zeros(2), counts_of(chosen_NK, E))
 
 
 class Stack(nn.Module):

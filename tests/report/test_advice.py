@@ -227,8 +227,8 @@ def test_mfu_and_hfu_of_a_known_peak() -> None:
     grid = rates_grid(work, [timeline], 4, {"tokens_per_s": 400.0})
     assert grid is not None
     assert [tuple(row) for row in grid.rows] == [
-        ("FLOPs of a rank in a step", "4000 FLOP"),
-        ("  computed again", "1000 FLOP"),
+        ("FLOPs of a rank in a step", "4 kFLOP"),
+        ("  computed again", "1 kFLOP"),
         ("rate of a rank", "62.5 MFLOP/s"),
         ("MFU", "50.0%"),
         ("HFU", "62.5%"),

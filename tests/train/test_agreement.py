@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.train.tiny import WORDS, run, run_ranks, write_settings
 
+from stretto.config import load_settings
 from stretto.saving import digests
+from stretto.train.agreement import RankView, agreed_checkpoint
 from stretto.train.lock import LOCK
 
 
@@ -58,6 +62,20 @@ def test_two_ranks_refuse_what_differs_between_them(
     assert [status for status, _, _ in ended] == ([2, 2] if words else [0, 0]), err
     assert err.count("stretto: ") == bool(words), err
     assert all(word in err for word in words), err
+
+
+def test_each_machine_may_have_its_sources_elsewhere(tmp_path: Path) -> None:
+    path = write_settings(tmp_path)
+    views: list[RankView] = []
+    world: Any = SimpleNamespace(all_gather=lambda view: views.append(view) or [view])
+    task: Any = SimpleNamespace(digest="", where="")
+    for place, weight in (("a", 1), ("b", 1), ("a", 2)):
+        sources = f'data.sources=[{{kind="pairs", paths=["{place}"], weight={weight}.0}}]'
+        settings = load_settings(path, ["data.paths=[]", "data.tokenizer=t", "data.vocab_size=4096", sources])
+        agreed_checkpoint(world, settings, task, lambda: None)
+    one, elsewhere, other = (view.settings for view in views)
+    assert one == elsewhere
+    assert one != other
 
 
 @pytest.mark.slow

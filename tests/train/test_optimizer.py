@@ -11,8 +11,12 @@ from tests.train.tiny import steps_of, train, write_settings
 
 from stretto.config import LRScheduleSettings, OptimizerSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train import launch
+from stretto.files.say import silent
+from stretto.train import launch, trainer
+from stretto.train.checkpoint_files import read_state
+from stretto.train.going_on import check_compatible
 from stretto.train.optimizer import learning_rate, make_optimizer, state_of
+from stretto.train.task import task_of
 
 
 def settings_of(**fields: Any) -> OptimizerSettings:
@@ -30,10 +34,9 @@ def settings_of(**fields: Any) -> OptimizerSettings:
             {"name": "NAdam", "betas": [0.8, 0.9], "weight_decay": 0.0},
             lambda kept: torch.optim.NAdam(kept, lr=0.1, betas=(0.8, 0.9)),
         ),
-        ({"name": "Rprop"}, lambda kept: torch.optim.Rprop(kept, lr=0.1)),
-        (
-            {"name": "Adafactor", "weight_decay": 0.0},
-            lambda kept: torch.optim.Adafactor(kept, lr=0.1),
+        *(
+            ({"name": name}, lambda kept, name=name: getattr(torch.optim, name)(kept, lr=0.1))
+            for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Rprop")
         ),
     ],
     ids=lambda one: one["name"] if isinstance(one, dict) else "",
@@ -53,8 +56,15 @@ def test_it_is_the_one_of_pytorch(fields: dict[str, Any], plain: Any) -> None:
 def test_only_matrices_decay() -> None:
     for name in ("AdamW", "SGD", "RMSprop", "Adamax"):
         parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,))]
-        groups = make_optimizer(parameters, settings_of(name=name)).param_groups
+        groups = make_optimizer(parameters, settings_of(name=name, weight_decay=0.1)).param_groups
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_adamw_has_its_defaults_where_they_are_given_or_not() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    for fields in ({}, {"weight_decay": 0.1}):
+        (group,) = make_optimizer(parameters, settings_of(**fields)).param_groups
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-8, 0.1)
 
 
 def test_memory_is_counted_for_the_state_that_it_has() -> None:
@@ -70,6 +80,7 @@ def test_memory_is_counted_for_the_state_that_it_has() -> None:
         ({"name": "AdamV"}, "'AdamV' is not in torch.optim: did you mean 'Adam'"),
         ({"name": "SGD", "options": {"momentun": 0.9}}, r"options.momentun: SGD has .* 'momentum'"),
         ({"options": {"eps": 1e-6}}, "it is the setting optimizer.eps"),
+        ({"name": "SGD", "eps": 1e-8}, "optimizer.eps = 1e-08: SGD does not take it; drop it"),
         ({"name": "SGD", "betas": [0.5, 0.5]}, r"optimizer.betas = \(0.5, 0.5\): SGD does not take it"),
         ({"name": "SGD", "options": {"momentum": -1.0}}, "Invalid momentum value: -1.0"),
         ({"name": "LBFGS"}, "'LBFGS' is refused by PyTorch"),
@@ -101,6 +112,41 @@ def test_each_goes_on_bit_for_bit_and_none_from_another_ones_state(tmp_path: Pat
         ]
     with pytest.raises(UsageError, match=r"optimizer.name = 'AdamW', but .* has the state of SGD"):
         train(path, "training.steps=7")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "absent"),
+    [("AdamW", "amsgrad", "max_exp_avg_sq"), ("RMSprop", "centered", "grad_avg"), ("SGD", "nesterov", "")],
+)
+def test_options_that_need_other_state_are_refused_before_training(
+    tmp_path: Path, name: str, more: str, absent: str
+) -> None:
+    changes, options = [f"optimizer.name={name}"], {"SGD": "momentum=0.9, "}.get(name, "")
+    train(write_settings(tmp_path, steps=2, every=2), *changes, "optimizer.lr=0.01")
+    changes.append(f"optimizer.options={{{options}{more}=true}}")
+    path = write_settings(tmp_path, steps=3, every=2)
+    if not absent:  # it had no state, and begins with none
+        assert train(path, *changes).step == 3
+        return
+    with pytest.raises(
+        UsageError, match=rf"needs the state '{absent}' .*: set the options back, or start again"
+    ):
+        train(path, *changes)
+
+
+def test_a_checkpoint_from_before_there_were_others_is_of_adamw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_settings(tmp_path, steps=2, every=2)
+    then = train(path).settings.checkpoint_dir / "step-000002"
+    state = read_state(then)
+    del state.settings["optimizer"]["name"]
+    settings = load_settings(path, ["optimizer.name=SGD"])
+    with pytest.raises(UsageError, match="has the state of AdamW: set it back"):
+        check_compatible(state, then, settings, task_of(settings, silent))
+    monkeypatch.setattr(trainer, "check_compatible", lambda *_: [])  # as if its settings said so
+    with pytest.raises(UsageError, match="has the state of AdamW, and this optimizer is SGD"):
+        train(path, "training.steps=3", "optimizer.name=SGD")
 
 
 def test_a_rate_that_is_stable_and_then_decays() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import torch
 from tests.saving.pretrained import tokenizer
 from tests.train.tiny import GPT, WORDS, steps_of, train, write_settings
 
+from stretto.batch import tree
 from stretto.config import load_settings
 from stretto.config.data import SourceSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.say import silent
 from stretto.models.gpt import IGNORED
+from stretto.train import sources
 from stretto.train.records import encoder_of
 from stretto.train.rows import DocumentRows, Table, shares
 from stretto.train.sources import Source, Sources
 from stretto.train.stream import RowStream
+from stretto.train.task import Task, data_task
 from stretto.train.text import given_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -222,7 +226,37 @@ def test_every_stretch_of_rows_has_its_shares(weights: tuple[float, ...]) -> Non
         assert [(source[begin : begin + 4] == 0).sum() for begin in range(40)] == [3] * 40
 
 
+@pytest.mark.parametrize("first", [2_000_000, 10**13])
+def test_a_source_of_one_row_among_many_has_its_turn(first: int) -> None:
+    source, visits = shares(np.array([0, 1, first, first + 1, 2 * first + 2]), [first, 1])
+    assert source.tolist() == [1, 0, 0, 1, 1]
+    assert visits.tolist() == [0, 0, first - 1, 1, 2]
+
+
+def test_tokens_take_their_own_bytes_while_they_are_made(folder: Path, tmp_path: Path) -> None:
+    settings = load_settings(write(folder, tmp_path, kinds(folder)["rows of tokens"]))
+    made, size, count = Sources(settings, None, silent, silent), 10_000, 100
+    ids, counts = np.arange(size) % 300, np.ones(size, np.uint8)
+    tracemalloc.start()
+    table, _ = made._tabled(((ids, counts) for _ in range(count)), "data")  # type: ignore[misc]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(table.tokens) == size * count
+    assert peak / len(table.tokens) < 8, "two of ids and one of counts, while they are put together twice"
+
+
 # Runs.
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_what_is_planned_first_is_what_is_trained_on(folder: Path, tmp_path: Path, kind: str) -> None:
+    source = f'[[data.sources]]\nkind = "{kind}"\npaths = ["{folder}/{kind}.jsonl"]'
+    path = write(folder, tmp_path, f'tokenizer = "{folder}/tokenizer"\n{source}')
+    task = data_task(load_settings(path), source_of(path))
+    planned, trained = task.first_batch(4), task.train(0, 4)
+    assert isinstance(trained, torch.Tensor) == (kind == "text")
+    first, then = ({n: leaf.shape for n, leaf in tree.flatten(one).items()} for one in (planned, trained))
+    assert first == then
 
 
 @pytest.mark.parametrize(
@@ -325,6 +359,72 @@ def test_a_stream_that_ends_in_an_error_or_has_nothing() -> None:
         RowStream(broken, one_a_row, 6, "data").rows(np.arange(3))
     with pytest.raises(UsageError, match=r"data.stream has no row to train on"):
         RowStream(list, one_a_row, 6, "data").rows(np.arange(3))
+
+
+def streamed(
+    folder: Path, where: Path, patch: pytest.MonkeyPatch, rows: list[dict[str, Any]], lines: str
+) -> Source:
+    """A stream of these rows, as settings with these lines make it."""
+    patch.setattr(sources, "opened", lambda one, key: rows)
+    return source_of(write(folder, where, f'stream = "rows"\n{lines}'))
+
+
+def test_blocks_of_which_all_is_held_out_are_passed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": one} for one in phrases(99)]
+    lines = f'tokenizer = "{folder}/tokenizer"\nshuffled_rows = 1'
+    made = streamed(folder, tmp_path, monkeypatch, rows, lines).train(np.arange(60))
+    assert (made["labels"] != IGNORED).any(1).all()  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_texts_of_a_stream_are_one_and_rows_with_labels_are_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    lines = f'tokenizer = "{folder}/tokenizer"\nshuffled_rows = {size}'
+    rows = [{"text": " ".join(phrases(3, seed))} for seed in range(200)]
+    made: Any = streamed(folder, tmp_path, monkeypatch, rows, lines).train(np.arange(32))
+    assert (made["input_ids"] == 300).any(), "what begins each text"
+    assert (made["labels"] != IGNORED).float().mean() > 0.7
+    # In some blocks of three all is predicted.
+    ids = [[number, *range(200, 206)] for number in range(200)]
+    labels = [one if number % 4 else [IGNORED, *one[1:4], *[IGNORED] * 3] for number, one in enumerate(ids)]
+    rows = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
+    lines = f'kind = "tokens"\nvocab_size = 301\nshuffled_rows = {size}'
+    made = streamed(folder, tmp_path / "ids", monkeypatch, rows, lines).train(np.arange(90))
+    assert (made["input_ids"][:, 0] < 200).all(), "a row each"
+    assert not made["input_ids"][:, 7:].any()
+
+
+def test_each_stream_goes_on_from_its_own_place(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {name: [{"text": one} for one in phrases(99, seed)] for seed, name in enumerate("abc")}
+    monkeypatch.setattr(sources, "opened", lambda one, key: rows[one.stream])
+
+    def task(*names: str) -> Task:
+        each = "".join(f'[[data.sources]]\nstream = "{name}"\nshuffled_rows = 9\n' for name in names)
+        path = write(folder, tmp_path, f'tokenizer = "{folder}/tokenizer"\n{each}')
+        return data_task(load_settings(path), source_of(path))
+
+    first = task("a", "b")
+    for step in range(4):
+        first.train(step, 8)
+    assert first.state is not None
+    places = json.loads(json.dumps(first.state()))
+    swapped = task("b", "a")
+    assert swapped.restore is not None
+    assert swapped.state is not None
+    swapped.restore(places)
+    assert swapped.state()["streams"] == places["streams"]
+    assert len({json.dumps(place) for place in places["streams"].values()}) == 2
+    restored, anew = swapped.train(4, 8), task("b", "a").train(4, 8)
+    assert all(torch.equal(restored[name], anew[name]) for name in anew)
+    more = task("c", "a", "b").restore
+    assert more is not None
+    with pytest.raises(UsageError, match=r"data.sources\[0\].stream is another than those of the checkpoint"):
+        more(places)
 
 
 def test_a_changed_file_is_noticed_and_equal_rows_are_on_one_side(folder: Path, tmp_path: Path) -> None:

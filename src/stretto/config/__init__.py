@@ -48,7 +48,8 @@ class OptimizerSettings(Settings):
     lr: float = Field(default=1e-3, gt=0)
     """The highest learning rate, reached after the warm-up."""
     betas: Betas = (0.9, 0.95)
-    """Decay of the averages of the gradient and of its square, where the optimizer has them."""
+    """Decay of the averages of the gradient and of its square, where the optimizer has them. This default,
+    and those of `eps` and `weight_decay`, are AdamW's: another class has PyTorch's where none is given."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the squared average, where the optimizer has one."""
     weight_decay: float = Field(default=0.1, ge=0)

@@ -83,8 +83,8 @@ class DataSettings(SourceSettings):
     @property
     def is_windows(self) -> bool:
         """Whether rows are windows of one text."""
-        alone = self.kind == "text" and not self.sources and self.stream is None
-        return alone and not self.bucket_lengths
+        are_files = [one.kind == "text" and one.stream is None for _, one, _ in self.each]
+        return are_files == [True] and not self.bucket_lengths
 
 
 OF_KIND = {"text_field": "text", "prompt_field": "pairs", "completion_field": "pairs"}

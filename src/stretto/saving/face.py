@@ -218,6 +218,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
             if rest.table is None:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
+            states.check_kind(optimizer, rest.table)
             of_states = {name: one for name, one in stored.items() if name.startswith("optimizer.")}
             described = [(name, one.shape, DTYPES[one.dtype]) for name, one in of_states.items()]
             made = states.new_tensors(runner, optimizer, described)

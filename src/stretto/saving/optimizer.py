@@ -161,18 +161,21 @@ def new_tensors(
     return tensors
 
 
-def options_for(runner: Runner, optimizer: Optimizer, table: OptimizerTable) -> list[Options | None]:
-    """The saved options of each of the optimizer's groups; None where none of its parameters was saved.
-
-    Raises UsageError where the optimizer is of another class, or one of its groups has parameters that were
-    in groups of other options.
-    """
+def check_kind(optimizer: Optimizer, table: OptimizerTable) -> None:
+    """Raises UsageError where the optimizer is of another class."""
     kind = type(optimizer).__name__
     if kind != table.kind:
         raise UsageError(
             f"the checkpoint has the state of {table.kind}, and this optimizer is {kind}: make a "
-            f"{table.kind}, or load without the optimizer"
+            f"{table.kind} (of a run: optimizer.name), or load without the optimizer"
         )
+
+
+def options_for(runner: Runner, optimizer: Optimizer, table: OptimizerTable) -> list[Options | None]:
+    """The saved options of each of the optimizer's groups; None where none of its parameters was saved.
+
+    Raises UsageError where one of its groups has parameters that were in groups of other options.
+    """
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
     options: list[Options | None] = []
     for number, group in enumerate(optimizer.param_groups):

@@ -72,7 +72,8 @@ def agreed_checkpoint(
     Every rank must call it. Raises the same UsageError on all ranks when two differ, or when `find` refuses
     on one of them.
     """
-    common = {key: value for key, value in flat(settings.model_dump(mode="json")) if key not in OWN}
+    every = settings.model_dump(mode="json", exclude={"data": {"sources": {"__all__": {"paths"}}}})
+    common = {key: value for key, value in flat(every) if key not in OWN}
     checkpoint, at, folder, fault = None, None, settings.checkpoint_dir, ""
     try:
         checkpoint = find()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.config import TrainSettings
+from stretto.config import OptimizerSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.build import build_model
 from stretto.models.weight_files import weights_folder, weights_of
@@ -24,6 +24,7 @@ from stretto.saving import face, pretrained, tensors
 from stretto.saving.beside import Saving, copies_of
 from stretto.saving.digests import ELSE
 from stretto.saving.folder import Writing
+from stretto.saving.optimizer import name_and_key
 from stretto.train.checkpoint_files import (
     FILE,
     STATE,
@@ -34,6 +35,7 @@ from stretto.train.checkpoint_files import (
     read_state,
     tidy,
 )
+from stretto.train.optimizer import states_after_a_step
 from stretto.train.task import own_task
 
 
@@ -87,6 +89,29 @@ def save(
         return copies.start(work)
     work()
     return None
+
+
+def check_state(checkpoint: Path, settings: OptimizerSettings) -> None:
+    """Raises UsageError where the optimizer needs more of a parameter's state than the checkpoint has. What
+    has no state at all there begins without."""
+    stored = tensors.stored_in(checkpoint)
+    saved: dict[str, set[str]] = {}
+    for full in stored:
+        name, key = name_and_key(full)
+        if full.startswith("optimizer.") and f"model.{name}" in stored:
+            saved.setdefault(name, set()).add(key)
+    of_matrix, of_vector = (
+        {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+        for state in states_after_a_step(settings)
+    )
+    for name, keys in saved.items():
+        needed = of_matrix if len(stored[f"model.{name}"].shape) > 1 else of_vector
+        if absent := sorted(needed - keys):
+            raise UsageError(
+                f"optimizer.options = {settings.options}: {settings.name} needs the state {absent[0]!r} with "
+                f"them, and the checkpoint {checkpoint} has none of {name!r}: set the options back, or start "
+                "again with --no-resume"
+            )
 
 
 MOST_ABSENT = 8

@@ -56,9 +56,10 @@ def check_compatible(
                 f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
                 f"{then.get(key)!r}: set it back, or start again with --no-resume"
             )
-        if key == "optimizer.name":
+        was = then.get(key, "AdamW")  # of checkpoints from before there were others
+        if key == "optimizer.name" and now[key] != was:
             raise UsageError(
-                f"{key} = {now[key]!r}, but the checkpoint {checkpoint} has the state of {then[key]}: set it "
+                f"{key} = {now[key]!r}, but the checkpoint {checkpoint} has the state of {was}: set it "
                 "back, or start again with --no-resume"
             )
     name, content = task.kept

@@ -37,8 +37,15 @@ def make_optimizer(parameters: Sequence[nn.Parameter], settings: OptimizerSettin
 
 
 def state_of(settings: OptimizerSettings) -> OptimizerKind:
-    """Whose state memory is counted for: what one step of two small tensors leaves. Raises UsageError for a
-    class or options that PyTorch does not have, and for an optimizer that cannot take such a step."""
+    """Whose state memory is counted for. Raises UsageError as `states_after_a_step`."""
+    state = states_after_a_step(settings)[0].values()
+    tensors = sum(isinstance(one, torch.Tensor) and one.shape == (4, 4) for one in state)
+    return next((kind for kind, count in STATES.items() if count == tensors), "adamw")
+
+
+def states_after_a_step(settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """What one step of a small matrix and a small vector leaves of each. Raises UsageError for a class or
+    options that PyTorch does not have, and for an optimizer that cannot take such a step."""
     small = [nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,))]
     optimizer = make_optimizer(small, settings)
     for one in small:
@@ -47,9 +54,7 @@ def state_of(settings: OptimizerSettings) -> OptimizerKind:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise _refused(settings, error) from None
-    state = optimizer.state[small[0]].values()
-    tensors = sum(isinstance(one, torch.Tensor) and one.shape == small[0].shape for one in state)
-    return next((kind for kind, count in STATES.items() if count == tensors), "adamw")
+    return [optimizer.state[one] for one in small]
 
 
 def _refused(settings: OptimizerSettings, error: Exception) -> UsageError:
@@ -80,11 +85,14 @@ def _class_of(settings: OptimizerSettings) -> tuple[Callable[..., Optimizer], di
             raise UsageError(f"optimizer.options.{key}: {settings.name} has no such option; {why}")
     options: dict[str, Any] = {"fused": True} if made is torch.optim.AdamW else {}
     for key in SETTINGS:
-        value, default = getattr(settings, key), OptimizerSettings.model_fields[key].default
+        # The defaults are AdamW's: another class has its own, where settings give none.
+        if made is not torch.optim.AdamW and key not in settings.model_fields_set:
+            continue
+        value = getattr(settings, key)
         # Adafactor's eps are two.
         if key in arguments and isinstance(arguments[key].default, tuple) == isinstance(value, tuple):
             options[key] = value
-        elif value != default:
+        else:
             raise UsageError(f"optimizer.{key} = {value}: {settings.name} does not take it; drop it")
     return made, {**options, **settings.options}
 

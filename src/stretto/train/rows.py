@@ -104,7 +104,7 @@ class DocumentRows:
         one. Raises UsageError, which begins with `what`, where nothing is predicted."""
         self._table, self._length, self._seed, self._packed = table, length, seed, how == "packed"
         begins, ends = table.begins, table.ends
-        if how == "joined":
+        if how == "joined" and len(begins):
             apart = np.flatnonzero(begins[1:] != ends[:-1])
             begins, ends = begins[[0, *(apart + 1)]], ends[[*apart, -1]]
         elif how == "packed":
@@ -194,11 +194,13 @@ def shares(numbers: Numbers, weights: Sequence[float]) -> tuple[Numbers, Numbers
     """Of which source each row is, and which visit of it: of any rows that follow each other, each source has
     its share to within one a source. The first is taken evenly, then the second of the others' rows."""
     source, visits = np.zeros_like(numbers), numbers.copy()
-    exact = [Fraction(weight) for weight in weights]
+    exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
     for at in range(len(weights) - 1):
-        share = (exact[at] / sum(exact[at:])).limit_denominator(10**6)
-        here = source == at
-        before, behind = ((visits + more) * share.numerator // share.denominator for more in (0, 1))
+        share = exact[at] / sum(exact[at:])
+        here, whole = source == at, visits.astype(object)  # of any size: a share's terms may be large
+        before, behind = (
+            ((whole + more) * share.numerator // share.denominator).astype(np.int64) for more in (0, 1)
+        )
         rest = here & (behind == before)
         source[rest], visits[rest] = at + 1, visits[rest] - before[rest]
         visits[here & ~rest] = before[here & ~rest]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -43,7 +43,8 @@ SEEN, SEEN_IDS = 64, 1 << 18
 @dataclass(frozen=True, slots=True)
 class Source:
     """What rows are of. digest: equal for equal data, wherever it is. table: documents that may have
-    a row each. tokenizer: None for ids without one. unigram_entropy_nats: as `TextData` has it."""
+    a row each. tokenizer: None for ids without one. streams: by what they are of, wherever that is.
+    unigram_entropy_nats: as `TextData` has it."""
 
     train: RowsOf
     held_out: RowsOf
@@ -51,7 +52,7 @@ class Source:
     where: str
     tokenizer: Tokenizer | None
     table: Table | None = None
-    streams: tuple[RowStream, ...] = ()
+    streams: Mapping[str, RowStream] = field(default_factory=dict)
     unigram_entropy_nats: float | None = None
 
 
@@ -76,7 +77,7 @@ class Sources:
         train = mixed([one.train for one in made], weights, sorted({*data.bucket_lengths, longest}))
         held_out = mixed([one.held_out for one in made], weights, [longest])
         digest, where = (" ".join(getattr(one, name) for one in made) for name in ("digest", "where"))
-        streams = tuple(chain.from_iterable(one.streams for one in made))
+        streams = {of: stream for one in made for of, stream in one.streams.items()}
         return Source(train, held_out, _digest(digest), where, self._tokenizer, streams=streams)
 
     def _one(self, one: SourceSettings, key: str) -> Source:
@@ -106,15 +107,15 @@ class Sources:
         if not data.bucket_lengths:
             return made
         table = table_of(text.train.tokens, text.end)
-        return replace(made, table=table, train=self._rows(one, table, data.seed, "data").rows)
+        train = DocumentRows(table, data.sequence_length, data.seed, "each", "data")
+        return replace(made, table=table, train=train.rows)
 
-    def _rows(self, one: SourceSettings, table: Table, seed: int | str, key: str) -> DocumentRows:
-        how: Together = "each"
+    def _together(self, one: SourceSettings, is_all_predicted: bool) -> Together:
+        """Texts, and ids without labels, are one; what comes before a text, and is not predicted, is too."""
         if self._data.document_masks:
-            how = "packed"
-        elif one.kind in ("text", "tokens") and table.counts is None and not self._data.bucket_lengths:
-            how = "joined"
-        return DocumentRows(table, self._data.sequence_length, seed, how, key)
+            return "packed"
+        is_one = one.kind == "text" or (one.kind == "tokens" and is_all_predicted)
+        return "joined" if is_one and not self._data.bucket_lengths else "each"
 
     # Rows that are kept.
 
@@ -133,7 +134,10 @@ class Sources:
         table = Table(tokens, counts if len(counts) else None, np.concatenate([[0], ends[:-1]]), ends)
         train, rest = table.only(~held_out), table.only(held_out)
         self._say(f"{key}: {len(train.ends):,} rows to train on, {len(rest.ends):,} held out, in {folder}")
-        rows, kept = (self._rows(one, of, seed, key).rows for of, seed in ((train, data.seed), (rest, 0)))
+        how, length = self._together(one, table.counts is None), data.sequence_length
+        rows, kept = (
+            DocumentRows(of, length, seed, how, key).rows for of, seed in ((train, data.seed), (rest, 0))
+        )
         digest = _digest((folder / cache.MANIFEST).read_text())
         return Source(rows, kept, digest, str(folder), self._tokenizer, train)
 
@@ -157,16 +161,18 @@ class Sources:
 
     def _tabled(self, documents: Iterable[Document], key: str) -> tuple[Table, npt.NDArray[np.float64]]:
         """A table of documents, and a number from 0 to 1 for each, the same for the same ids."""
-        ids, counts, draws = [np.empty(0, np.int64)], [np.empty(0, np.uint8)], []
+        dtype = token_dtype(self._vocab_size)
+        ids, counts, draws = [np.empty(0, dtype)], [np.empty(0, np.uint8)], []
         for one, predicted in documents:
-            ids.append(np.asarray(one, np.int64))
+            wide = np.asarray(one, np.int64)
+            self._refuse_unknown(wide, key)
+            ids.append(wide.astype(dtype))
             counts.append(np.asarray(predicted, np.uint8))
-            drawn = hashlib.blake2b(ids[-1].tobytes(), digest_size=8).digest()
+            drawn = hashlib.blake2b(wide.tobytes(), digest_size=8).digest()
             draws.append(int.from_bytes(drawn, "little") / 2**64)
-        tokens, marks, ends = np.concatenate(ids), np.concatenate(counts), np.cumsum([*map(len, ids)])
-        self._refuse_unknown(tokens, key)
-        stored: cache.Tokens = tokens.astype(token_dtype(self._vocab_size))
-        return Table(stored, None if marks.all() else marks, ends[:-1], ends[1:]), np.array(draws)
+        ends, marks = np.cumsum([*map(len, ids)]), np.concatenate(counts)
+        tokens: cache.Tokens = np.concatenate(ids)
+        return Table(tokens, None if marks.all() else marks, ends[:-1], ends[1:]), np.array(draws)
 
     def _refuse_unknown(self, ids: npt.NDArray[np.int64], key: str) -> None:
         if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
@@ -232,7 +238,7 @@ class Sources:
         def block(rows: Sequence[Record], number: int) -> DocumentRows | None:
             table, _ = self._tabled(side(rows, is_held_out=False), key)
             try:
-                return self._rows(one, table, f"{self._data.seed}:{number}", key)
+                return DocumentRows(table, length, f"{self._data.seed}:{number}", how, key)
             except UsageError:
                 return None  # nothing of it is predicted
 
@@ -243,10 +249,12 @@ class Sources:
             kept += side(group, is_held_out=True)
         if not kept:
             raise UsageError(f"{key}.stream: none of its rows is held out: set data.held_out_fraction higher")
-        held_out = self._rows(one, self._tabled(kept, key)[0], 0, key).rows
+        how, length = self._together(one, all(all(counts) for _, counts in kept)), self._data.sequence_length
+        held_out = DocumentRows(self._tabled(kept, key)[0], length, 0, how, key).rows
         stream = RowStream(partial(opened, one, key), block, one.shuffled_rows, key)
         where, digest = f"{key}.stream = {one.stream!r}", _digest(json.dumps(kept))
-        return Source(stream.rows, held_out, digest, where, self._tokenizer, streams=(stream,))
+        of = _digest(json.dumps([one.kind, one.subset, one.split, kept[0]]))
+        return Source(stream.rows, held_out, digest, where, self._tokenizer, streams={of: stream})
 
 
 def _digest(text: str) -> str:

@@ -30,7 +30,7 @@ class RowStream:
 
     def __init__(self, begin: Callable[[], Any], block: Block, size: int, key: str) -> None:
         """begin: gives the stream from its beginning. size: rows of a block. key: of the settings."""
-        self._begin, self._block, self._size, self._key = begin, block, size, key
+        self._begin, self._block, self._size, self.key = begin, block, size, key
         self.restore({})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -66,15 +66,15 @@ class RowStream:
                 if self.state["inner"] is not None:
                     self._source.load_state_dict(self.state["inner"])
                     passed = 0
-                self._left = islice(read(self._source, self._key), passed, None)
+                self._left = islice(read(self._source, self.key), passed, None)
             rows = list(islice(self._left, self._size))
             if rows:
-                records = [(f"{self._key}.stream, row {before + n}", row) for n, row in enumerate(rows)]
+                records = [(f"{self.key}.stream, row {before + n}", row) for n, row in enumerate(rows)]
                 self._rows, self._read = self._block(records, self.state["block"]), len(rows)
                 if self._rows is None:
                     self._pass(0)
             elif self._begun == self.state["first"]:
-                raise UsageError(f"{self._key}.stream has no row to train on")
+                raise UsageError(f"{self.key}.stream has no row to train on")
             else:
                 self._begun, self._left = self.state["first"], None
                 self.state = {**self.state, "read": 0, "inner": None}

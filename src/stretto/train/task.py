@@ -258,11 +258,16 @@ def data_task(settings: TrainSettings, data: Source) -> Task:
         pretrained.fill(runner, model, source)
 
     def state() -> dict[str, Any]:
-        return {"digest": data.digest, "streams": [one.state for one in data.streams]}
+        return {"digest": data.digest, "streams": {of: one.state for of, one in data.streams.items()}}
 
     def restore(state: Mapping[str, Any]) -> None:
-        for stream, at in zip(data.streams, state["streams"]):
-            stream.restore(at)
+        for of, stream in data.streams.items():
+            if of not in state["streams"]:
+                raise UsageError(
+                    f"{stream.key}.stream is another than those of the checkpoint, which has no place in it: "
+                    "set [data] back (held_out_fraction, too), or start again with --no-resume"
+                )
+            stream.restore(state["streams"][of])
 
     entropy = data.unigram_entropy_nats
     alone = "" if entropy is None else f"; token frequencies alone give {entropy:.4f}"

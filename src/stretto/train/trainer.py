@@ -39,6 +39,7 @@ from stretto.runtime import Runner
 from stretto.saving import face
 from stretto.train.agreement import agreed_checkpoint, check_shared, take_folders
 from stretto.train.callbacks import Callbacks, RunStart, made_of
+from stretto.train.checkpoint import check_state
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
@@ -149,6 +150,8 @@ class Trainer:
         if self._is_finished(start):
             say(finished_words(settings))
             return None
+        if start is not None:
+            check_state(start[1], settings.optimizer)
         check_shared(self.world, settings.checkpoint_dir)
         begin("capturing the model")
         model, loss = task.model(), task.loss
