@@ -124,6 +124,10 @@ def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:
     [
         (None, "No such file"),
         ("x = 1", r"has no function task\(config, seed\)"),
+        (
+            "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A: x: int",
+            "has no function task",
+        ),
         ("def task(config, seed): return 3", "and not 3"),
         (
             "def task(config, seed):\n    return config['depth']",
