@@ -16,7 +16,6 @@ as each plan reports it itself.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -227,7 +226,7 @@ def run_worker(setup: DataRace, kept: str = "") -> Any:
                 plans[name] = make_plan(
                     jobs[zero], costs[zero], overlap=system.overlap, max_bytes=setup.memory_bytes
                 )
-        runners |= start_runners(plans, copy.deepcopy(model))  # ranks keep other parts at another level
+        runners |= start_runners(plans, model)  # a call a level: ranks keep other parts at another
     theirs = {name: make(model, setup.microbatches) for name, make in TORCH.items()}
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners, theirs)

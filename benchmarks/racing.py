@@ -12,6 +12,7 @@ steps, and the plan is predicted again with them; its order stays.
 
 from __future__ import annotations
 
+import copy
 import gc
 import platform
 import statistics
@@ -258,10 +259,12 @@ def keep_run(folder: Path, planned: Plan, plan: Plan, timelines: Sequence[Timeli
 
 
 def start_runners(plans: Mapping[str, Plan], model: nn.Module) -> dict[str, Runner]:
-    """A Runner of each plan, all of which share what the first has; what is predicted is printed."""
+    """A Runner of each plan, all of which share what the first has; what is predicted is printed. The model
+    stays the plain one that they are compared with."""
     runners: dict[str, Runner] = {}
+    own = copy.deepcopy(model)
     for name, plan in plans.items():
-        runners[name] = Runner(plan, model, shares=next(iter(runners.values()), None))
+        runners[name] = Runner(plan, own, shares=next(iter(runners.values()), None))
         say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
     return runners
 
