@@ -14,6 +14,7 @@ from stretto.convert.megatron import Conversion, convert
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
 from stretto.models.build import build_model
+from stretto.train.optimizer import make_optimizer
 from tests.convert.commands import AMPIPE, GPT3_175B, MIXTRAL_8X7B, table
 
 SMALL = (
@@ -147,6 +148,14 @@ def test_ranks_that_share_the_state_of_experts_too(tmp_path: Path) -> None:
     assert (layout.zero, layout.dp, layout.dp_shard, layout.ep) == (3, 16, 8, 4)
     with pytest.raises(UsageError, match=r"--num-distributed-optimizer-instances 8.*multiple of ep = 4"):
         convert([SMALL, flags, f"{shares} 8"], ranks=16)
+
+
+def test_an_sgd_that_pytorch_takes(tmp_path: Path) -> None:
+    made = convert([SMALL, "--optimizer sgd --adam-eps 1e-7"], ranks=1)
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    (group,) = make_optimizer(parameters, read(made, tmp_path).optimizer).param_groups
+    assert (group["momentum"], group["weight_decay"]) == (0.9, 0.01)
+    assert fates(made)["--adam-eps"] == "lacking"
 
 
 def test_unknown_flags_are_listed_with_the_nearest() -> None:

@@ -76,7 +76,7 @@ class StoppableGroup(NamedGroup):
             except Exception as error:
                 if not stops.numbers or isinstance(error, (StrettoError, typer.Exit)):
                     raise
-                # Of a library that swallowed the interrupt while it was loaded, and is there in part.
+                # Of a library that swallowed the interrupt while it was loaded, and is incomplete.
                 raise StoppedError("interrupted", stops.status) from None
 
 

@@ -148,7 +148,7 @@ another flag says it
     split:t seed:i=1234->training.seed,data.seed lr:f->optimizer.lr min-lr:f=0
     lr-decay-style:(constant|linear|cosine|inverse-square-root|WSD)=linear lr-decay-iters:i
     lr-decay-samples:i lr-warmup-iters:i=0 lr-warmup-samples:i=0 lr-warmup-fraction:f adam-beta1:f=0.9
-    adam-beta2:f=0.999 adam-eps:f=1e-08->optimizer.eps weight-decay:f=0.01->optimizer.weight_decay
+    adam-beta2:f=0.999 adam-eps:f=1e-08 weight-decay:f=0.01->optimizer.weight_decay
     clip-grad:f=1->optimizer.grad_clip_norm bf16 fp16 eval-interval:i=1000 eval-iters:i=100
     log-interval:i=100->training.log_every save-interval:i->checkpoint.every_steps save:t->checkpoint.dir
     tensorboard-dir:t

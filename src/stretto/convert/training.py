@@ -28,12 +28,13 @@ def _put_optimizer(tally: Tally) -> None:
     if kind == "sgd":
         tally.put("optimizer.name", "SGD", "--optimizer")
         tally.put("optimizer.options.momentum", tally.get("--sgd-momentum"), "--sgd-momentum")
-        tally.lack("SGD has no such number", "--adam-beta1", "--adam-beta2")
+        tally.lack("SGD has no such number", "--adam-beta1", "--adam-beta2", "--adam-eps")
         return
     if kind != "adam":
         tally.refuse("--optimizer", "Megatron's Muon is none of torch.optim; append --optimizer adam, or sgd")
     betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
     tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
+    tally.put("optimizer.eps", tally.get("--adam-eps"), "--adam-eps")
 
 
 def _put_steps(tally: Tally) -> int:

@@ -197,9 +197,9 @@ def shares(numbers: Numbers, weights: Sequence[float]) -> tuple[Numbers, Numbers
     exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
     for at in range(len(weights) - 1):
         share = exact[at] / sum(exact[at:])
-        here, each = source == at, visits.astype(object)  # of any size: a share's terms may be large
+        here, exact_visits = source == at, visits.astype(object)  # of any size: a share's terms may be large
         before, behind = (
-            ((each + more) * share.numerator // share.denominator).astype(np.int64) for more in (0, 1)
+            ((exact_visits + more) * share.numerator // share.denominator).astype(np.int64) for more in (0, 1)
         )
         rest = here & (behind == before)
         source[rest], visits[rest] = at + 1, visits[rest] - before[rest]
