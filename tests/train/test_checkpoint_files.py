@@ -32,7 +32,7 @@ def make(folder: Path, step: int, keep: int = 9) -> Path:
     (partial / digests.NAME).write_bytes(digests.sealed(made))
     for name, data in made.items():
         saving.write_synced(partial / name, data)
-    saving.commit(place)
+    saving.commit(place, (saving.partial_of(place) / saving.PROBE).read_text())
     files.mark(place, keep)
     return place
 
