@@ -25,10 +25,10 @@ from stretto.runtime.all_or_none import Ranks
 from stretto.runtime.rank_tensors import Part
 from stretto.saving.tensors import Parts
 
-
 SWITCH_S = 1e-4
 """How long the thread that writes keeps Python to itself while steps wait for it, in place of Python's 5 ms:
-each op of a step gives Python up, and has to get it back. Measured: else steps of 10 ms take twice as long."""
+each op of a step gives Python up, and has to get it back. Measured: else steps of 10 ms take twice as
+long."""
 
 
 class Saving:
