@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import stretto
 from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport
 from stretto.saving import folder
-from stretto.saving.beside import Copies, only_writer
+from stretto.saving.beside import Copies, Saving, only_writer
 from stretto.saving.digests import METADATA
 from stretto.saving.tensors import Parts, stored_in
 from tests.saving.test_face import adamw, run, train
@@ -214,3 +216,21 @@ def test_without_memory_for_copies_the_message_says_what_to_do(
         assert not list(tmp_path.iterdir())
 
     run("one", work)
+
+
+def test_saves_at_once_leave_pythons_switches_as_they_were() -> None:
+    """Ranks that are threads save together, and one ends before another that began later."""
+    before_s = sys.getswitchinterval()
+    ends = [threading.Event(), threading.Event()]
+    both = threading.Barrier(3)
+
+    def written(end: threading.Event) -> None:
+        both.wait(60)
+        end.wait(60)
+
+    saves = [Saving(partial(written, end)) for end in ends]
+    both.wait(60)
+    for end, save in zip(ends, saves, strict=True):
+        end.set()
+        save.wait()
+    assert sys.getswitchinterval() == before_s

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +32,23 @@ each op of a step gives Python up, and has to get it back. Measured: else steps 
 long."""
 
 
+_before_s: list[float] = []
+_switching = threading.Lock()
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    """SWITCH_S while any thread writes: the interval is the process's, in which several ranks may save."""
+    with _switching:
+        _before_s.append(sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        with _switching:
+            sys.setswitchinterval(_before_s.pop())  # the first one's by the last that ends
+
+
 class Saving:
     """A save that is under way. was_waited_for: whether its end is known."""
 
@@ -42,14 +60,11 @@ class Saving:
         self._thread.start()
 
     def _work(self, write: Callable[[], object]) -> None:
-        before_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-        finally:
-            sys.setswitchinterval(before_s)
+        with _giving_way():
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
 
     @property
     def done(self) -> bool:
